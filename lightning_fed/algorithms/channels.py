@@ -56,10 +56,7 @@ class Channel:
     bounds: Literal["none", "above", "work"] = "none"
 
     def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
-        """Returns a client's values for the channel ``title`` by entry name (``""`` for a single number).
-
-        Raises ``BadUpdate`` if values are missing or do not fit the model entries.
-        """
+        """Returns a client's values for the channel ``title`` by entry name. Raises ``BadUpdate`` for bad values."""
         alone = {"": update.extras[title]} if title in update.extras else {}
         sent = alone if self.form == "number" else without_prefix(update.extras, f"{title}:")
         if not sent:
@@ -223,10 +220,7 @@ class ChannelRule(AveragingAggregator):
         self.parts[key] = part
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds a client's update and channel values to the sums in ``part``.
-
-        If ``BadUpdate`` is raised, the sums must not change.
-        """
+        """Adds an update and its channel values to ``part``. If ``BadUpdate`` is raised, the sums must not change."""
         self.add_to(part.running, update, self.weight(update))
         for title, values in up.items():
             if title in self.channels and self.channels[title].form == "entry":

@@ -120,10 +120,7 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Simulates an optimizer step with gradient 1.
-
-        Returns momentum :math:`b_k` and accumulated length :math:`d_k`.
-        """
+        """Simulates a step with gradient 1. Returns momentum :math:`b_k` and accumulated length :math:`d_k`."""
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length
@@ -166,10 +163,7 @@ class FedNova(ChannelRule):
 
 
 class _NormalisedSum:
-    """Weighted sums of the updates for one entry, each divided by the client's step length.
-
-    If all lengths are equal, the result equals FedAvg bit for bit.
-    """
+    """Weighted sums of updates divided by step lengths, for one entry. Equal lengths give FedAvg bit for bit."""
 
     def __init__(self) -> None:
         self.first = 0.0

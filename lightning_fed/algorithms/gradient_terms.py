@@ -55,10 +55,7 @@ class GradientTerm(FederatedCallback):
 def add_to_gradients(
     trainer: L.Trainer, optimizer: Optimizer, term: Callable[[nn.Parameter], Tensor | None], factor: float = 1.0
 ) -> None:
-    """Adds ``factor * term(parameter)``, scaled by the loss scale, to the gradients of an optimizer's parameters.
-
-    Parameters without a term (``None``) are skipped.
-    """
+    """Adds ``factor * term(parameter)``, times the loss scale, to gradients; skips parameters without a term."""
     scale = factor * gradient_scale(trainer, optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:

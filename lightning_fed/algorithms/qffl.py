@@ -107,10 +107,7 @@ class QFFL(ChannelRule):
         return self._weight(update.num_samples, float(update.extras[_LOSS]))
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds a client's update to the weighted sums.
-
-        The weight depends on the client's loss and on the update's norm.
-        """
+        """Adds an update to the weighted sums; the weight depends on the client's loss and the update's norm."""
         loss = up[_LOSS][""]
         distance = sum(
             float((to_float64(update.state[name]) - to_float64(self._state[name])).square().sum())

@@ -13,10 +13,7 @@ from torch import Tensor
 
 
 def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str) -> Path:
-    """Returns ``data_dir`` if this is a file, or the first existing candidate in this folder.
-
-    If none exists, the error message contains ``instructions``.
-    """
+    """Returns the file ``data_dir``, or the first existing candidate in this folder. The error has ``instructions``."""
     root = Path(data_dir)
     if root.is_file() and root.name in {Path(candidate).name for candidate in candidates}:
         return root

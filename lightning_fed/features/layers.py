@@ -14,10 +14,7 @@ _CLASSIFIERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class LogitsLayer(nn.Module):
-    """Base class for custom classifier layers.
-
-    The output has logits for ``num_classes`` classes along the last axis.
-    """
+    """Base class for custom classifier layers; the last output axis has the logits for ``num_classes`` classes."""
 
     num_classes: int
 
@@ -61,10 +58,7 @@ def encoder_of(layer: nn.Module) -> str | None:
 
 
 def require_classifier(module: nn.Module) -> str:
-    """Returns the name of a model's classifier.
-
-    Raises ``ValueError`` if :func:`find_classifier` finds no classifier.
-    """
+    """Returns the classifier's name, or raises ``ValueError`` if :func:`find_classifier` finds none."""
     classifier = find_classifier(module)
     if classifier is None:
         raise ValueError(

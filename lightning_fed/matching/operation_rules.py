@@ -66,10 +66,7 @@ def pool(tracer: Tracer, call: Call) -> Any:
 
 
 def reduction(tracer: Tracer, call: Call) -> Any:
-    """Traces reductions over some or all dimensions.
-
-    The maximum or minimum of two tensors is an elementwise operation.
-    """
+    """Traces reductions over some or all dimensions, and the maximum or minimum of two tensors."""
     if len(call.tensors) > 1:
         return pointwise(tracer, call)
     activation = tracer.activation(call.tensors[0])

@@ -279,10 +279,7 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits positions, shape ``(neurons, copies)``, into blocks of adjacent positions.
-
-    Returns the first column, start and length per neuron for each block, or ``None`` if positions are not adjacent.
-    """
+    """Splits positions into blocks of adjacent positions (first column, start, length), ``None`` if not adjacent."""
     count, copies = positions.shape
     runs, column = [], 0
     while column < copies:

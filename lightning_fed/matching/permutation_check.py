@@ -154,10 +154,7 @@ def restored_afterwards(module: nn.Module) -> Iterator[None]:
 def _find_failing(
     groups: list[PermutationGroup], fails: Callable[[list[PermutationGroup]], bool]
 ) -> list[PermutationGroup]:
-    """Finds the groups with ``fails([group])`` true, by bisection.
-
-    If groups only fail together, returns all of them.
-    """
+    """Finds the groups with ``fails([group])`` true, by bisection. Groups that only fail together are returned."""
     if not groups or not fails(groups):
         return []
     if len(groups) == 1:

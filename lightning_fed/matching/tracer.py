@@ -234,10 +234,7 @@ class Tracer:
     def _combine(
         self, first: TracedActivation, first_broad: set[int], second: TracedActivation, second_broad: set[int]
     ) -> TracedActivation:
-        """Returns the ids after an elementwise operation.
-
-        ``first_broad`` and ``second_broad`` are the dimensions in which an operand has length 1 and is repeated.
-        """
+        """Returns the ids after an elementwise operation. The operands are repeated along the ``broad`` dimensions."""
         for operand, partner in ((first, second), (second, first)):
             if bool((operand.ids == NEUTRAL).all()):
                 return partner

@@ -18,10 +18,7 @@ LOADERS_REMEDY = "Give each client its own loader in a FederatedDataModule."
 
 
 def batches_of(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
-    """Returns a loader's sampler, batch size and ``drop_last``.
-
-    For a custom batch sampler returns this batch sampler, ``None`` and false.
-    """
+    """Returns sampler, batch size and ``drop_last`` of a loader. A custom batch sampler has batch size ``None``."""
     batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if type(batches) is BatchSampler:
         return batches.sampler, batches.batch_size, batches.drop_last
@@ -48,10 +45,7 @@ def changed_methods(loader: DataLoader[Any]) -> set[str]:
 
 
 def check_class(loader: DataLoader[Any], purpose: str) -> None:
-    """Refuses a loader whose class overrides methods of ``DataLoader``.
-
-    ``purpose`` is a phrase for the error message.
-    """
+    """Refuses a loader whose class overrides ``DataLoader`` methods. ``purpose`` is a phrase for the error."""
     changed = changed_methods(loader)
     if changed:
         raise OptionError(

@@ -45,10 +45,7 @@ def draw_dirichlet(
 
 
 def cut_shares(shares: npt.NDArray[np.float64], totals: IndexArray) -> IndexArray:
-    """Divides ``totals[r]`` samples in proportion to the shares ``shares[r]``, for each r.
-
-    Returns the integer part sizes.
-    """
+    """Cuts ``totals[r]`` samples into integer parts in proportion to ``shares[r]``. Returns the parts' sizes."""
     edges = np.floor(np.cumsum(shares, axis=1) * totals[:, None]).astype(np.int64)
     edges = np.minimum(edges, totals[:, None])
     edges[:, -1] = totals
@@ -91,10 +88,7 @@ def group_by_owner(owner: IndexArray, num_clients: int) -> list[IndexArray]:
 
 
 def number_classes(labels: IndexArray) -> tuple[IndexArray, IndexArray]:
-    """Replaces labels by class numbers 0, 1, ...
-
-    in increasing order. Returns the numbers and the sample count per class.
-    """
+    """Renumbers labels from 0 in increasing order. Returns the new labels, and the sample count per class."""
     _, classes, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)
     return classes.astype(np.int64), class_sizes.astype(np.int64)
 
@@ -134,8 +128,5 @@ def draw_until_large(
 
 
 def pixel_permutation(num_pixels: int, client: int, seed: int) -> IndexArray:
-    """Draws a client's permutation of pixels.
-
-    Pixel ``i`` of the new image is pixel ``permutation[i]`` of the old image.
-    """
+    """Draws a client's pixel permutation: new pixel ``i`` is old pixel ``permutation[i]``."""
     return generator_for("pixel_permutation", seed, client).permutation(num_pixels).astype(np.int64)

@@ -162,10 +162,7 @@ class CentralDP(UpdateStep):
         return secrets.randbits(128)
 
     def plan(self, population: int, cohort: int, rounds: int | None) -> Budget:
-        """Returns the privacy budget for a fit.
-
-        ``population`` is the number of clients, ``cohort`` their expected number per round.
-        """
+        """Returns the privacy budget for a fit. ``cohort`` is the expected number of clients per round."""
         resumed = None if self.budget is None else self.budget.noise_multiplier  # budget of a resumed fit
         return plan_budget(
             self.noise_multiplier if self.noise_multiplier is not None else resumed,
@@ -179,10 +176,7 @@ class CentralDP(UpdateStep):
         )
 
     def begin(self, budget: Budget, key: int) -> None:
-        """Sets the privacy budget and the secret noise key before a fit.
-
-        Raises ``ValueError`` if the fit resumes with another budget.
-        """
+        """Sets budget and secret noise key before a fit. Raises ``ValueError`` if a resumed fit has another budget."""
         if self.budget is not None and self.budget != budget:
             raise OptionError(f"Expected the budget of the earlier rounds, {self.budget}, but got {budget}.")
         self.budget, self.key = budget, key
@@ -190,11 +184,7 @@ class CentralDP(UpdateStep):
 
     @property
     def sensitivity(self) -> float:
-        """Largest change in a sum of updates with norm at most 1, between two neighboring sets of clients.
-
-        The value is 2 with ``"fixed"`` sampling (one client is replaced), and 1 with ``"poisson"`` sampling (one client
-        is added).
-        """
+        """Largest effect of one client on a sum of updates with norm 1: 2 with ``"fixed"`` sampling, else 1."""
         assert self.budget is not None
         return 1.0 if self.budget.sampling == "poisson" else 2.0
 
@@ -249,10 +239,7 @@ class CentralDP(UpdateStep):
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Clips a client's update.
-
-        Removes the number of examples, the metrics, and changes of entries without training.
-        """
+        """Clips a client's update, and removes the number of examples, metrics, and changes to untrained entries."""
         clip = float(sent.extras[CLIP])
         if clip != self.clip and not self.adaptive:
             raise ClientFault(f"its federation has clip={self.clip:g}, but the server has clip={clip:g}")
@@ -323,10 +310,7 @@ class CentralDP(UpdateStep):
         return stream.draw(shape).mul_(std)
 
     def measure(self, new: State, old: State) -> float:
-        """Writes the difference ``new - old`` for all clipped entries to ``vector``, float64.
-
-        Returns the vector's norm.
-        """
+        """Writes ``new - old`` for all clipped entries to ``vector``, float64. Returns the vector's norm."""
         squares = [
             step.copy_(new[name]).sub_(old[name].to(step.device)).square().sum()
             for name, step in self.by_entry(self.vector).items()
@@ -352,10 +336,7 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped update, after clipping again because of rounding errors.
-
-        The mean over n clients is added n times.
-        """
+        """Adds a clipped update; the mean over n clients counts n times. Clips again because of rounding errors."""
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(
@@ -499,10 +480,7 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
 
 
 def refuse_statistics(module: L.LightningModule, federation: Federation, how: str) -> None:
-    """Refuses BatchNorm statistics shared with the server.
-
-    ``how`` is a phrase for the error, such as "without noise".
-    """
+    """Refuses BatchNorm statistics shared with the server. The error message contains ``how``, a phrase."""
     option, statistics = federation.options.batch_norm, sorted(batch_norm_statistics(module))
     is_local = option.unseen != "pooled" if isinstance(option, LocalStatistics) else option in _LOCAL_TREATMENTS
     if statistics and not is_local:

@@ -585,10 +585,7 @@ class _Visit:
         self.was_checked = self.has_step = False
 
     def watch(self, module: L.LightningModule, optimized: set[int]) -> None:
-        """Starts recording per-example gradients.
-
-        Copies all entries that training must not change, to detect changes.
-        """
+        """Starts recording per-example gradients, and copies all entries that training must not change."""
         self.trained = {
             path: value
             for path, value in tensors_by_path(module).items()

@@ -24,10 +24,7 @@ _LARGEST = 2.0**130  # a sum of 2^25 such numbers stays below 2^255
 
 
 class MaskedSum(Protocol):
-    """Running sum over masked vectors on a server, until the masks are subtracted.
-
-    ``least`` is the minimum number of vectors.
-    """
+    """Running sum over masked vectors, until the masks are subtracted. ``least``: minimum number of vectors."""
 
     @property
     def least(self) -> int: ...

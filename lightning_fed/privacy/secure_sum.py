@@ -166,10 +166,7 @@ class SecureSum(UpdateStep):
         return RingSum(self)
 
     def vector(self, update: ClientUpdate) -> State:
-        """Returns the tensors of an update that are summed, with the weight.
-
-        Raises ``BadUpdate`` for unexpected tensors.
-        """
+        """Returns an update's tensors to be summed, including the weight. Raises ``BadUpdate`` for other tensors."""
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
             if update.extras:
@@ -182,10 +179,7 @@ class SecureSum(UpdateStep):
 
     @torch.no_grad()
     def mean(self, total: State, clients: Sequence[Client]) -> ClientUpdate:
-        """Decodes the sum of updates to their mean, as one update.
-
-        Raises ``BadUpdates`` for an impossible total weight.
-        """
+        """Decodes summed updates to their mean, as one update. Raises ``BadUpdates`` for an impossible total weight."""
         assert self.ring is not None
         most = len(clients) * self.ring.max_weight
         weight = len(clients) if self.is_private else int(total[WEIGHT])
@@ -218,10 +212,7 @@ class RingSum(Held):
         return int(self._step.least)
 
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a client's update.
-
-        Raises ``BadUpdate`` for a malformed update, or a second update from the same client.
-        """
+        """Adds a client's update. Raises ``BadUpdate`` for a malformed update or a second update from a client."""
         assert self._step.ring is not None
         if len(self.clients) >= self._step.ring.clients:
             raise BadUpdate(f"the secure sum accepts at most {self._step.ring.clients} clients")

@@ -107,10 +107,7 @@ class Clock:
 
 
 class VirtualOrder(Order):
-    """Arrival order from simulated durations.
-
-    Updates with equal arrival times have the order in which the visits started.
-    """
+    """Arrival order computed from simulated durations. Equal arrival times are ordered by the visits' starts."""
 
     def __init__(self, durations: Durations, buffer: int) -> None:
         self.durations, self.buffer = durations, buffer
@@ -172,10 +169,7 @@ class VirtualOrder(Order):
 
 
 class RecordedOrder(Order):
-    """Arrival order from a file.
-
-    Each line is a JSON list: round, client, start model version, and the update's hash.
-    """
+    """Arrival order from a file. A line is a JSON list: round, client, start model version, and the update's hash."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -219,10 +213,7 @@ class NetworkOrder(Order):
     def start(
         self, schedule: Schedule, clients: Sequence[Client], busy: Collection[Client], version: int
     ) -> list[Client]:
-        """Starts visits of clients outside ``busy``, as many as may train at a time, and returns these clients.
-
-        All visits start from model ``version``.
-        """
+        """Starts visits with model ``version``, as many as may train at a time, of clients outside ``busy``."""
         free = schedule.cohort_size(len(clients)) - len(self.flying)
         drawn = _draw(clients, {*busy, *self.flying}, free, schedule.seed, self._started)
         self.flying |= dict.fromkeys(drawn, version)

@@ -58,10 +58,7 @@ class FrozenExtractor:
         return features
 
     def refer(self, source: nn.Module | Mapping[str, Tensor]) -> None:
-        """Copies parameters and buffers from ``source``: a dictionary by name, or a network.
-
-        With a network, the dtypes and the device are copied too.
-        """
+        """Copies parameters and buffers from a network (with dtypes and device), or from a dictionary by name."""
         if isinstance(source, nn.Module):
             self.follow(source)
         values = tensors_by_path(source) if isinstance(source, nn.Module) else source
@@ -78,10 +75,7 @@ class FrozenExtractor:
                 target.copy_(value)
 
     def state(self, source: nn.Module | None = None) -> State:
-        """Copies of the extractor's parameters and buffers by name.
-
-        Values come from the network ``source``, if given.
-        """
+        """Copies of the extractor's parameters and buffers by name; values from ``source``, if given."""
         entries = tensors_by_path(self.network if source is None else source)
         return {name: value.detach().clone() for name, value in entries.items() if name in self.entries}
 
@@ -96,9 +90,9 @@ class FrozenExtractor:
                 entry.data = entry.data.to(originals[name].dtype)
 
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
-        """Runs the network on the arguments, and frees the memory of layers unnecessary for the features.
+        """Runs the network, and frees all layers after the features.
 
-        Returns the features and the last layer with parameters before the features.
+        Returns features and last layer with parameters.
         """
         started, finished = set[nn.Module](), dict[nn.Module, None]()
 

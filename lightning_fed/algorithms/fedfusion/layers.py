@@ -215,10 +215,7 @@ class FusionLayer(nn.Module):
         return sizes
 
     def _run(self, example: Example | None) -> tuple[Any, Any, nn.Module | None]:
-        """Runs the network on ``example``, or on guessed inputs if ``example`` is ``None``.
-
-        Returns positional arguments, named arguments, features, and the last layer with parameters before the features.
-        """
+        """Runs the network. Returns positional and named arguments, features, and the last layer with parameters."""
         error: Exception | None = None
         guesses: Iterator[Example] = (((guess,), {}) for guess in example_inputs(self.network))
         for args, kwargs in guesses if example is None else [example]:

@@ -57,10 +57,7 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
 def check_growth(
     shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], growable: Mapping[str, Sequence[int]]
 ) -> None:
-    """Raises an error if a module and a checkpoint have different shapes, except in axes where FedMA adds neurons.
-
-    ``shapes`` maps entry names to both shapes; ``growable`` maps entry names to the axes with possible new neurons.
-    """
+    """Refuses a checkpoint if entries have other shapes than the module in axes outside the ``growable`` axes."""
     for name, (shape, loaded) in shapes.items():
         axes = [axis for axis, (a, b) in enumerate(zip(shape, loaded, strict=False)) if a != b]
         if not set(axes) <= set(growable.get(name, ())):

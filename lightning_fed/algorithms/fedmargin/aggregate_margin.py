@@ -78,10 +78,7 @@ class AggregateMeanMargin(Float64States):
         self.add_state("counts", torch.zeros(num_classes, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, features: Tensor, labels: Tensor) -> None:
-        """Adds a batch of features ``(N, d)`` or ``(N, d, *size)``, with labels ``(N,)`` or ``(N, *label_size)``.
-
-        Label maps are resized to the size of the feature maps.
-        """
+        """Adds features ``(N, d)`` or ``(N, d, *size)``, with labels ``(N,)`` or label maps ``(N, *label_size)``."""
         if features.ndim > 1 and features.shape[1] != self.num_features:
             raise ValueError(f"Expected {self.num_features} features (`num_features`), but got {features.shape[1]}.")
         sums, counts = class_sums(

@@ -191,10 +191,6 @@ class FedMargin(Aggregator):
         self.updates += other.updates
 
     def aggregate(self) -> State:
-        """Moves the global model towards the client models' weighted mean.
-
-        Excludes clients with outlying prototypes.
-        """
         num_features = None if self.prototypes is None else self.prototypes.means.shape[1]
         extras = {update.client: update.extras for update in self.updates}
         faults = find_outlying_prototypes(extras) | find_mismatched_prototypes(extras, num_features)

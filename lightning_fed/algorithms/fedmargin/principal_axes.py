@@ -14,10 +14,7 @@ from lightning_fed.argument_checks import check_count
 
 
 class PrincipalAxes(NamedTuple):
-    """Center, shape ``(d,)``, and orthonormal axes, shape ``(k, d)``, of a projection, both float64.
-
-    An axis is zero if the points have no further direction with variance.
-    """
+    """Projection: center, shape ``(d,)``, and orthonormal axes, shape ``(k, d)``, float64. Unused axes are zero."""
 
     center: Tensor
     axes: Tensor

@@ -65,10 +65,7 @@ def k_means(
 
 @torch.no_grad()
 def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
-    """Returns N points with the same distances as N model states, shape ``(N, N)``, float64.
-
-    Only the state dict entries in ``names`` are compared.
-    """
+    """Returns points, shape ``(N, N)``, float64, with the same distances as the entries ``names`` of N model states."""
     products = torch.zeros(len(states), len(states), dtype=torch.float64)
     for name in names:
         rows = [state[name].detach().flatten() for state in states]
@@ -96,10 +93,6 @@ def _draw_distant_points(points: Tensor, count: int, generator: np.random.Genera
 
 
 def _lloyd(points: Tensor, centers: Tensor, weights: Tensor, max_steps: int) -> tuple[float, Tensor]:
-    """Runs k-means from given centres.
-
-    Returns the weighted sum of squared distances, and the centre index of each point.
-    """
     squares = _squared_distances(points, centers)
     assignments = squares.argmin(1)
     for _ in range(max_steps):

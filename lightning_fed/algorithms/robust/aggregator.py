@@ -97,10 +97,6 @@ class RobustAggregator(Aggregator):
 
     @torch.no_grad()
     def aggregate(self) -> State:
-        """Combines the round's updates.
-
-        Raises ``BadUpdates`` for updates with infinite norm, or if too few updates remain.
-        """
         clients = self.clients
         states = [self.updates[client] for client in clients]
         names = number_entries(self._state)
@@ -128,11 +124,7 @@ class RobustAggregator(Aggregator):
         return new
 
     def tolerated(self, count: int) -> int:
-        """Assumed number of malicious updates among ``count`` updates.
-
-        If ``num_malicious`` is given, each client with a refused update reduces this number. By default the maximum is
-        assumed.
-        """
+        """Assumed malicious updates among ``count``: ``num_malicious`` minus refused updates; by default the most."""
         if self.num_malicious is not None:
             return max(0, self.num_malicious - len(self._info.refused))
         factor, constant = self.least

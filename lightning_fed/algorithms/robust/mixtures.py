@@ -94,11 +94,7 @@ class TolerantMixture(Mixture):
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
 
     def tolerated(self, count: int) -> int:
-        """Assumed number of malicious updates among ``count`` updates.
-
-        If ``num_malicious`` is given, each client with a refused update reduces this number. By default the largest
-        number below half is assumed.
-        """
+        """Assumed malicious updates among ``count``: ``num_malicious`` minus refused updates; by default under half."""
         if self.num_malicious is None:
             return (count - 1) // 2
         return min(max(0, self.num_malicious - len(self.info.refused)), count - 1)

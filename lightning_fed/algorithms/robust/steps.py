@@ -73,10 +73,7 @@ class Steps:
 
     @torch.no_grad()
     def mean(self, weights: Tensor, plus: tuple[float, State] | None = None) -> State:
-        """Returns the global model plus the sum of client updates times ``weights``, shape ``(clients,)``.
-
-        ``plus`` is one further pair of weight and update, such as the previous round's update.
-        """
+        """Global model plus the sum of updates times ``weights``; ``plus``: a further pair of weight and update."""
         global_weight = float(_global_weight(weights))
 
         def combine(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:
