@@ -129,14 +129,12 @@ class FederatedCLI(LightningCLI):
             self.config[self.config.subcommand].ckpt_path = self._hidden_path
 
     def instantiate_classes(self) -> None:
-        """Creates data, model and Trainer. A ``ValueError`` becomes a command line error."""
         try:
             super().instantiate_classes()
         except ValueError as error:
             self.parser.error(str(error), error)
 
     def before_fit(self) -> None:
-        """Adds the callback ``Report`` to the Trainer, unless the recipe already contains a ``Report``."""
         callbacks = callbacks_of(self.trainer)
         if not any(isinstance(callback, Report) for callback in callbacks):
             callbacks.append(Report())

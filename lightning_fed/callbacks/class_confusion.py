@@ -43,7 +43,6 @@ class Confusion(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """Share of examples for which the true class has the largest logit among the client's classes."""
         return float(self.counts.diagonal().sum() / self.counts.sum())
 
 

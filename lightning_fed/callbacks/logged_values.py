@@ -81,7 +81,6 @@ class LoggedValue:
         self.join(LoggedValue(self.reduce_fx, total, weight, [value.reshape(1)] if weight == 1 else []))
 
     def join(self, added: LoggedValue) -> None:
-        """Adds values of ``added``, which were logged under the same name in other batches."""
         if self.total is None or added.total is None:
             self.total = added.total if self.total is None else self.total
         elif self.reduce_fx in ("max", "min"):
@@ -107,7 +106,6 @@ class LoggedValue:
 
     @property
     def value(self) -> float:
-        """Result of the reduction (mean, sum, maximum or minimum); NaN without values."""
         total = math.nan if self.total is None else float(self.total)
         return total / self.weight if self.reduce_fx == "mean" else total
 
@@ -159,7 +157,6 @@ class LoggedValues:
                 self.sums.setdefault(name, LoggedValue(logged.reduce_fx)).join(logged)
 
     def results(self) -> dict[str, float]:
-        """Returns the reduced values by name, and removes all logged values."""
         values = {name: logged.value for name, logged in self.sums.items()}
         values |= {name: float(metric.compute()) for name, metric in self.metrics.items()}
         self.sums, self.metrics = {}, {}

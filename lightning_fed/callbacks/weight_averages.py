@@ -181,7 +181,6 @@ class WeightAverages(FederatedCallback):
         self._set_latest_step(trainer.global_step)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Restores the averages of entries that clients do not send."""
         for name, value in self._fixed.items():
             self._tensors[name].copy_(value)
 
@@ -210,7 +209,6 @@ class WeightAverages(FederatedCallback):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the module contains the averaged weights, as in validation."""
         self._average.on_validation_epoch_start(self._fit.trainer, self._module)
         try:
             with self._hidden():

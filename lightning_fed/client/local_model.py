@@ -165,12 +165,10 @@ class LocalModel:
             self.load({**state, **self.server_entries, **personal, **own_model})
 
     def client_entries(self) -> State:
-        """Copies all shared and personal entries of the current client's model."""
         self._find_entries()
         return copy_state({name: self.entries[name] for name in (*self.shared, *self.personal)})
 
     def recall(self, client: Client) -> State:
-        """Reads a client's personal entries, optimizer state and callback tensors; empty before the first visit."""
         return self.store.get(client) or {}
 
     def store_client(
@@ -180,7 +178,6 @@ class LocalModel:
         optimizer_state: Mapping[str, Tensor],
         memory: Mapping[str, Tensor],
     ) -> None:
-        """Stores a client's personal entries, optimizer state and callback tensors (``memory``) for the next visit."""
         self._find_entries(self.personal)
         client_state = {name: self.entries[name] for name in self.personal} | dict(optimizer_state)
         client_state |= {f"{_MEMORY}{name}": value for name, value in memory.items()}
@@ -209,7 +206,6 @@ class LocalModel:
         return ClientUpdate(client, num_samples, self.global_state(known))
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the entries in ``state``, and resets the tensors outside ``state_dict``."""
         for name, owner in self.sliced.items():
             rows = state.get(name, owner)
             if rows.shape[1:] != owner.shape[1:] or rows.dtype != owner.dtype:

@@ -66,7 +66,6 @@ class LocalOptimizers:
 
     @property
     def has_lasting_state(self) -> bool:
-        """True if schedulers or the loss scale resume from a visit's final state after the round."""
         return bool(self.step_schedulers) or self.scaler is not None
 
     def start_visit(
@@ -135,7 +134,6 @@ class LocalOptimizers:
                 scheduler.step()
 
     def checkpoint(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-        """Returns the round's initial states of optimizers, per-step schedulers and loss scale, for a checkpoint."""
         start = self._start
         return self._optimizer_states(start), copy_tree(start["schedulers"]), copy_tree(start["scaler"])
 

@@ -79,7 +79,6 @@ class RoundCurve(Callback):
         self._begin = (time.perf_counter(), time.process_time())
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stops the clocks, because a round's training time excludes validation."""
         self._stop()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -62,7 +62,6 @@ class PlannedVisit:
     pass_batches: tuple[int, ...] = ()
 
     def fail(self, fault: str, error: Exception) -> None:
-        """Marks the visit as failed with the reason ``fault``. Stores the exception, and the traceback as text."""
         self.fault, self.error = fault, without_frames(error)
 
 

@@ -52,7 +52,6 @@ class PlannedRound:
         return f"its data raised {reason}"
 
     def log_common_error(self) -> None:
-        """Logs an error if the data of all clients in this process have raised an exception."""
         if self.reasons and len(self.reasons) == self.num_clients:
             reason, count = Counter(self.reasons).most_common(1)[0]
             assert self.round is not None

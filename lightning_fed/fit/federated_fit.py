@@ -283,10 +283,7 @@ class FederatedFit:
         return self._population
 
     def set_population(self, population: Population) -> None:
-        """Sets the clients, before the first round and after each data reload.
-
-        Fewer than ``min_clients`` clients, or new clients in a plain fit, are an error.
-        """
+        """Sets the clients, before the first round and after each reload of the data. Refuses too few clients."""
         if self._population is not None and self.is_plain and len(population.clients) > 1:
             raise MisconfigurationException(
                 "Expected one client until the end of the fit, because the optimizers continue as in a plain fit, but "
@@ -329,12 +326,10 @@ class FederatedFit:
         return self.options.batch_norm == "auto" and has_hidden_updates and bool(batch_norm_statistics(module))
 
     def local_model(self, module: L.LightningModule) -> LocalModel:
-        """Creates an object to load clients' models. ``module`` must contain the global model."""
         initial = self.batch_norm.initial_statistics
         return LocalModel(module, self.policies, self.store, self.server.rule.resizes, initial)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context in which the module contains the averaged model, with a ``WeightAveraging`` callback."""
         return nullcontext() if self.averages is None else self.averages.in_place()
 
     def record_warning(self, subject: str) -> bool:
@@ -344,18 +339,15 @@ class FederatedFit:
         return is_first
 
     def ignore_warning(self, message: str, module: str = "") -> None:
-        """Suppresses warnings that match the regular expressions ``message`` and ``module``, until :meth:`close`."""
         self.changes.enter_context(ignored_warning(message, module))
 
     def close(self) -> None:
-        """Ends the fit: reverts :attr:`changes`, stops the visit clock, and ends the dataloaders' worker processes."""
         self.clock.stop()
         self.changes.close()
         if self._population is not None:
             self._population.close()  # a run of the garbage collector takes seconds
 
     def save_generators(self) -> None:
-        """Saves the states of the global random generators in a plain fit, for checkpoints."""
         if self.is_plain:
             self.generators = generator_states()
 

@@ -77,7 +77,6 @@ class RoundLog:
         self._first_counts = dict(state["first_counts"])
 
     def show(self, trainer: L.Trainer) -> None:
-        """Writes the latest values to ``callback_metrics``, after a round and after loading a checkpoint."""
         show_metrics(trainer, {name: torch.tensor(value, dtype=torch.float64) for name, value in self._last.items()})
 
     def end_round(

@@ -163,7 +163,6 @@ class Report(L.Callback):
         )
 
     def _read_clients(self, trainer: L.Trainer) -> bool:
-        """Copies the clients' latest scores. Returns ``True`` if the clients were evaluated since the last call."""
         evaluation = _find(trainer, ClientEvaluation)
         results = None if evaluation is None else evaluation.results
         if results is None or results is self._last_results:

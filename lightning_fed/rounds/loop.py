@@ -249,10 +249,7 @@ class RoundLoop:
             self.fit.changes.callback(parameter.requires_grad_, True)
 
     def start_training(self) -> None:
-        """Checks that the Trainer uses the round's dataloader, not a dataloader passed directly to ``fit``.
-
-        Also saves the global random generators until the end of the fit.
-        """
+        """Checks that the Trainer uses the round's dataloader. Saves the global random generators during the fit."""
         if not isinstance(self.fit.trainer.train_dataloader, RoundLoader):
             raise MisconfigurationException(
                 "The Trainer does not train on the clients' loaders: pass a datamodule to `fit`, such as "
@@ -263,7 +260,6 @@ class RoundLoop:
         self.fit.changes.enter_context(seeded_generators())
 
     def end_training(self, module: L.LightningModule) -> None:
-        """Leaves the last complete global model in the module, with the layers' original training modes."""
         self._abandon_round()
         if self.is_attached and self.fit.is_batch_norm_fixed:  # not without `setup`
             thaw_batch_norm(module)
@@ -275,7 +271,6 @@ class RoundLoop:
         self.fit.averages, self.is_attached = None, False
 
     def find_population(self) -> Population:
-        """Returns all clients. If the clients are unknown, first requests the training data from the datamodule."""
         if not self.fit.is_population_known and self.is_attached:
             self._look_at_data()
         return self.fit.population
@@ -431,7 +426,6 @@ class RoundLoop:
         return has_aggregate
 
     def measure_statistics(self, clients: Collection[Client]) -> None:
-        """Measures the BatchNorm statistics of ``clients`` before validation, if clients have separate statistics."""
         if self.fit.batch_norm.measure_round is not None:
             with self.fit.averages_in_place():
                 measure_own_statistics(self.fit, clients)

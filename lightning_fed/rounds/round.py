@@ -97,7 +97,6 @@ class Round:
         self._server.start_round(info, self.state)
 
     def open(self) -> None:
-        """Starts the round before the first batch, and calls the callbacks' hooks for a round's start."""
         if self.fit.synchronisation is not None:
             self.fit.synchronisation.start_round()
         if process_group_of(self._trainer).rank == 0:
@@ -157,7 +156,6 @@ class Round:
         self.join_processes()
 
     def join_processes(self, is_cut: bool = False) -> None:
-        """Merges the results of all processes. ``is_cut``: this process ended the round before the last visit."""
         if self.fit.synchronisation is not None:
             self.fit.synchronisation.join(self.state, self.optimizers, self.cohort, is_cut)
 

@@ -86,7 +86,6 @@ class VisitDriver:
             self.start(self._loader.group)
 
     def start(self, group: Sequence[PlannedVisit]) -> None:
-        """Starts a visit, or several simultaneous visits, before the first batch. ``group`` lists the visits."""
         self.group = group
         self.current = self.open_visit(group[0])
         self.current.advance()

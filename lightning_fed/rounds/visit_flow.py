@@ -158,7 +158,6 @@ class ClientVisit:
         self._flow.close()
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Calls the callbacks' ``on_client_batch``. Returns the batch for the training step."""
         for callback in self._callbacks:
             batch = callback.on_client_batch(self._trainer, self._module, self.planned.visit.client, batch)
         return batch

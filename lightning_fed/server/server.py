@@ -106,7 +106,6 @@ class HeldEntries:
         return frozenset(self._since)
 
     def restore(self, entries: Mapping[str, Tensor]) -> None:
-        """Adds missing entries to :attr:`values` after loading a checkpoint, with the values in ``entries``."""
         self.values = {
             name: self.values[name].to(entries[name].device) if name in self.values else entries[name].detach().clone()
             for name in self._since
@@ -218,7 +217,6 @@ class ServerInterface(ABC):
         return False
 
     def refuse(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Excludes a client with an invalid update, and logs the reason. Always returns ``False``."""
         self.report.refused[client] = reason
         return self.fail(client, reason, error)
 

@@ -160,7 +160,6 @@ class SiteStudy(AskableCallback):
         clients: Sequence[Client],
         question: Mapping[str, Any],
     ) -> dict[str, list[float]]:
-        """Requests secure sums over sites: first for the variance between sites, then for the mean gain."""
         methods, width = question["models"][:-1], 6
         tau_squared = [0.0] * len(methods)
         for is_last in (False, True):

@@ -108,12 +108,10 @@ class DistributedLog(RevertingCallback):
     # A round
 
     def start_round(self) -> None:
-        """Starts to accumulate the logged values of a round, until :meth:`take_entries` is called."""
         self._is_on, self._is_training = True, True
         self._values.batch, self._values.suffix = None, ""
 
     def start_visit(self, position: int) -> None:
-        """Assigns all values logged from now on to the visit with index ``position`` in the round."""
         self._position, self._values.batch = position, None
 
     def take_entries(self) -> LogPart:

@@ -80,7 +80,6 @@ class Processes:
             raise
 
     def stop(self) -> None:
-        """Kills all processes. The next task starts new processes."""
         _kill(self._running)
         for pipe in self._pipes:
             pipe.close()

@@ -134,7 +134,6 @@ class Listener(socket.socket):
         self._burst = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection. At the limit, closes the oldest stranger from the same or the busiest network."""
         if self._burst == 0:
             asyncio.get_running_loop().call_soon(self._end_burst)
         if self._burst >= _BURST:  # lets other tasks run: every connection needs memory for TLS

@@ -49,17 +49,13 @@ class Message:
         return isinstance(self.reply, Packet) and is_answer(self.reply)
 
     def is_late(self, now: float, valid: float) -> bool:
-        """True if the answer has arrived after the server stopped waiting for the answer."""
         if self.closed_at is None or self.is_fetched or now - self.closed_at > valid:
             return False
         return bool(self.answers) and isinstance(self.reply, Packet)
 
 
 class Site:
-    """A client's machine: handles messages one at a time, and sends the answers.
-
-    For every answer, ``inspect`` is called with the site, the message and the answer.
-    """
+    """A client's machine: handles messages one at a time. ``inspect`` is called with the site, message and answer."""
 
     def __init__(
         self,
@@ -76,7 +72,6 @@ class Site:
         self._plan_kill()
 
     def send(self, message: Message) -> None:
-        """Receives a message from the server, and simulates faults on the way from the server to the client."""
         if self.machine.random.random() < self.machine.profile.loss:
             self.world.note(self.machine.name, f"does not receive {message.name}: lost on the way")
             return
@@ -121,7 +116,6 @@ class Site:
         self._transfer(sent, lambda: self._deliver(message, reply, start, is_damaged))
 
     def _transfer(self, content: Answer, arrive: Callable[[], None]) -> None:
-        """Plans the arrival of a message or an answer. Faults may delay or duplicate the arrival."""
         profile, draws = self.machine.profile, self.machine.random
         size = len(content.text) + len(content.data) * self.world.scale if isinstance(content, Packet) else 0.0
         arrival = self.machine.transfer(self.world.now, size)
@@ -201,7 +195,6 @@ class RehearsalTransport(Transport):
         self._in_memory: list[ref[Packet]] = []
 
     def answer_seconds(self) -> list[float]:
-        """Seconds between request and answer, for all answered visits."""
         return [
             message.arrived_at - message.sent_at
             for message in self.messages.values()
@@ -323,7 +316,6 @@ class RehearsalTransport(Transport):
     def _judge(
         self, place: str, message: Message | None, answer: Answer, times: tuple[float, float], can_repeat: bool
     ) -> None:
-        """Compares ``answer`` (or the reason for a missing answer) with the simulated delivery of a message."""
         now, (turn, end), check = self._world.now, times, self._check
         if message is not None and message.given_up_at is not None:  # the client's turn may come later
             now = message.given_up_at

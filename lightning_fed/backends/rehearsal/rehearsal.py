@@ -71,10 +71,7 @@ class Plan:
 
 @dataclass
 class RoundResult:
-    """State after a round: clients with a valid update, excluded clients with reasons, and the global model.
-
-    ``is_new`` is true if the round changed the global model.
-    """
+    """State after a round: clients with a valid update, excluded clients with reasons, and the global model."""
 
     received: Sequence[Client]
     failed: Mapping[Client, str]

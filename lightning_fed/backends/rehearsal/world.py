@@ -83,7 +83,6 @@ class Machine:
         return max([self._began_at[self.starts], *(end for _, end in self._outages if end <= now)])
 
     def transfer(self, time: float, num_bytes: float) -> float:
-        """Returns the arrival time of a message sent at ``time``. An outage of the connection delays the message."""
         left = self.profile.latency + 8e-6 * num_bytes / self.profile.bandwidth
         while True:
             start, end = next(outage for outage in self._plan_outages(time + left) if outage[1] > time)
@@ -92,7 +91,6 @@ class Machine:
             left, time = left - max(0.0, start - time), end
 
     def work(self, seconds: float) -> None:
-        """Spends virtual time in the machine's process. Raises :class:`Killed` if the process is ended in this time."""
         end = self._world.now + self._world.offset + seconds
         if end >= self.next_kill:
             self._world.offset = self.next_kill - self._world.now
@@ -106,7 +104,6 @@ class Machine:
         raise Killed(self.name)
 
     def kill(self, restart: Callable[[], None] | None = None) -> float:
-        """Ends the process. Returns the time of the next start."""
         self.is_up, self.is_dead, self.fuse = False, False, None
         is_power_lost = self.random.random() < 0.5
         if is_power_lost:
@@ -170,7 +167,6 @@ class Machine:
         self.end("")
 
     def set_fuse(self, seconds: float) -> None:
-        """Draws at random the file operation that fails during the next ``seconds`` of work, if any."""
         if self.fuse is None and self.random.random() < self.profile.disk_faults * seconds / DAY:
             self.fuse, self.is_fuse_deadly = self.random.randrange(40), self.random.random() < 0.5
 
@@ -233,7 +229,6 @@ class World:
         self._names = random.Random(f"{seed}/names")
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Plans a call of ``action`` at ``time``. Events with equal times run in planning order."""
         self._count += 1
         heapq.heappush(self._events, (time, self._count, action))
 
@@ -241,7 +236,6 @@ class World:
         self.log.append((self.now + self.offset, machine, text.replace(self.folder, "") if self.folder else text))
 
     def advance(self, time: float) -> None:
-        """Runs all events until ``time``."""
         while self._events and self._events[0][0] <= time:
             due, _, action = heapq.heappop(self._events)
             self.now = max(self.now, due)
@@ -271,7 +265,6 @@ class World:
         return int(self.time() * 1e9)
 
     def sleep(self, seconds: float) -> None:
-        """Advances the virtual time, and runs due events. Raises :class:`Killed` if the server's process ends."""
         machine, end = self.machine, self.now + seconds
         if machine is not None and machine.next_kill <= end:
             self.advance(machine.next_kill)

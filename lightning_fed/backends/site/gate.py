@@ -63,7 +63,6 @@ class SiteGate:
             _log.info("No policy at %s: every answer is sent.", path)
 
     def guard(self, kind: str, packet: Packet, answer: Callable[[Packet], Packet]) -> Packet:
-        """Checks a server message, calls ``answer`` with the unsigned message, and returns the checked answer."""
         bare, order = Packet(split_signature(packet.text)[0], packet.data), read_order(kind, packet.text, packet.data)
         # The order names a line of a record: the site had a policy.
         if not self.is_in_force() and (order is None or order.head is None):
@@ -95,7 +94,6 @@ class SiteGate:
         return left
 
     def judge_entries(self, names: Iterable[str]) -> None:
-        """Checks the entry names of an update before training. Raises ``Refusal`` for a forbidden entry."""
         if self.is_in_force():
             try:
                 read_policy(self._path).judge_entries(names)
@@ -118,7 +116,6 @@ class SiteGate:
         return False
 
     def _decide(self, order: Order, reply: Packet | Refusal | None) -> Packet | None:
-        """Checks and records a server message or an answer. Returns the packet to send; ``None`` begins the visit."""
         try:
             policy = read_policy(self._path)
             record = self._open_record(policy)

@@ -212,7 +212,6 @@ class SitePolicy:
         return allowed
 
     def judge_entries(self, names: Iterable[str]) -> None:
-        """Checks an update's entry names before training. Raises ``Refusal`` for a forbidden entry."""
         _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:

@@ -44,7 +44,6 @@ class StackedVisits(VisitDriver):
         self._model.enter(self.fit.trainer.optimizers)
 
     def train_step(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the training step once per batch shape, for all clients with this batch shape."""
         if self.current is not None:  # a single visit, or a pass over the data before the first batch
             return super().train_step(training_step, args, kwargs)
         parts: list[StackedBatch] = list(args[0])

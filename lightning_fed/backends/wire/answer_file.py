@@ -36,7 +36,6 @@ class AnswerFile:
             return None
 
     def store(self, answer: Packet) -> None:
-        """Replaces the stored answer. If writing fails and the network loses the answer, the client trains again."""
         try:
             with atomic_write(self._path, f"-{os.getpid()}.partial") as partial, partial.open("wb") as file:
                 file.writelines((self._key, b"\n", answer.text.encode(), b"\n", answer.data))

@@ -50,7 +50,6 @@ class RemoteArrivals(RemoteClientSide):
         return server
 
     def start(self, fit: FederatedFit) -> None:
-        """Refuses settings and callbacks that do not support asynchronous rounds on a network."""
         super().start(fit)
         callbacks, refused = federated_callbacks(fit.trainer), ""
         if self._rule.replay is not None:
@@ -69,7 +68,6 @@ class RemoteArrivals(RemoteClientSide):
             raise MisconfigurationException(f"Expected {name} with clients on other machines without {refused}.")
 
     def exchange(self, round: Round) -> None:
-        """Starts visits and receives answers, until the round has enough updates."""
         server, order = round.fit.server, self._order
         number, waited = server.report.round, 0.0
         ended: dict[Client, RemoteVisit] = {}

@@ -127,7 +127,6 @@ class RemoteClientSide(RemoteSide):
         self._train_request = self._common(frozen) | {"hyperparameters": start}
 
     def exchange(self, round: Round) -> None:
-        """Runs a round's visits on remote clients, in cohort order. An invalid answer excludes only this client."""
         fit, server = round.fit, round.fit.server
         self._prepare(round)
         secure_sum = self._start_sum(fit)

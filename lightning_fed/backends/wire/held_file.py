@@ -32,7 +32,6 @@ class HeldFile:
             return {}
 
     def store(self, state: State) -> None:
-        """Adds or replaces entries. If writing fails, the file does not change."""
         # Copies, because safetensors refuses tensors that share memory.
         whole = self.read() | copy_state(state)
         try:

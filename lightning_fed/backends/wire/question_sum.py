@@ -87,7 +87,6 @@ class _Total:
         self.numbers: Numbers = np.zeros(0, dtype=object)
 
     def add(self, update: ClientUpdate) -> str:
-        """Adds a client's masked answer, or returns the reason for excluding the client."""
         words = next(iter(update.extras.values()), torch.zeros(0))
         if not self.clients:
             self.numbers = np.array([0] * (words.numel() // WORDS), dtype=object)

@@ -56,7 +56,6 @@ class RemoteClientStore(ClientStore):
         return {"run": self.run, "clients": list(rounds), "rounds": list(rounds.values()), **heads}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the rounds of the last updates from a checkpoint. Refuses a checkpoint from a single-process fit."""
         if "folder" in state or state.get("states"):
             raise ValueError(
                 "Expected a checkpoint of a fit with remote clients, but got client states from a single-process fit."

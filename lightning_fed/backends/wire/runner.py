@@ -114,7 +114,6 @@ class ClientRunner:
         )
 
     def answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
-        """Answers a packet, subject to the site policy. ``node`` is the configuration of the receiving node."""
         try:
             return self._gate.guard(kind, packet, lambda bare: self._answer(kind, bare, node))
         except PacketError:
@@ -126,7 +125,6 @@ class ClientRunner:
             _free(len(packet.data))
 
     def keep_log(self) -> None:
-        """Redirects the package's log to a file next to the client state, if the site has a policy."""
         if self._gate.is_in_force():
             keep_log(self._store)
 

@@ -88,7 +88,6 @@ class ClientSum:
             (update.state if name in update.state else update.extras)[name] = part.reshape(value.shape)
 
     def add_masks(self, vector: Vector, peers: Sequence[Client], round: int) -> None:
-        """Adds masks to a vector in place. Raises ``ClientFault`` on failure."""
         known = self._take(round, "opened")
         keys, shares, least = _keys_of(known), dict(known["shares"]), int(known["least"])
         try:

@@ -157,7 +157,6 @@ class ServerSum:
         fields: Callable[[Client], Mapping[str, Any]] = lambda client: {},
         counts: bool = True,
     ) -> Iterator[tuple[Client, tuple[bytes, ...]]]:
-        """Sends requests to clients, and yields valid answers. If ``counts`` is true, other clients are excluded."""
         report = self._server.report
         requests = {
             client: SumRequest(stage, self._run, report.round, client, self._sum.least, **fields(client))

@@ -69,7 +69,6 @@ class ServerRunner:
         self._run = partial(run_server, federation, model, val_data, options, folder=self._folder, callbacks=callbacks)
 
     def run(self, transport: Transport, stage: str = "fit", ckpt_path: str = "") -> L.Trainer:
-        """Waits for the clients, then trains; if ``stage`` is ``"validate"`` or ``"test"``, evaluates instead."""
         with lock_folder(self._folder):
             clients = transport.await_clients(read_clients(self._clients, self._folder), self._patience)
             write_clients(clients, self._folder)

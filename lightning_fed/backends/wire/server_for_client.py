@@ -120,7 +120,6 @@ class RemoteServer(ServerInterface):
         return super().fail(client, reason, error)
 
     def finish_round(self) -> State | None:
-        """Returns ``None``, because the server aggregates."""
         return None
 
 
@@ -161,7 +160,6 @@ class RemoteServerSide(RemoteSide):
         return cohort if self._kind == VISIT else Cohort(())
 
     def start(self, fit: FederatedFit) -> None:
-        """Sets optimizers, schedulers and client store for a round. If client state is lost, raises ``ClientFault``."""
         trainer, train_request = fit.trainer, self._train_request
         if self._kind == QUESTION:
             keep_schedulers(trainer, [])

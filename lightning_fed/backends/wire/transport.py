@@ -154,7 +154,6 @@ class Transport(ABC):
             del answer  # frees the answer before reading the next one
 
     def send(self, client: Client, kind: str, packet: Packet, round: int) -> Message | None:
-        """Sends a packet. Returns the open message, or ``None`` if the client is disconnected."""
         name = self.push(client, kind, self.signed(kind, packet), round)
         if name is None:
             return None

@@ -68,7 +68,6 @@ class EvaluationReport:
 
     @classmethod
     def of(cls, update: ClientUpdate) -> EvaluationReport:
-        """Reads the report from a message. Raises `BadUpdate` for an invalid report."""
         report = cls(update.num_samples)
         if len(update.extras) > 20 * _MOST_NAMES:
             raise BadUpdate(f"its evaluation has {len(update.extras)} tensors, but the limit is {20 * _MOST_NAMES}")

@@ -34,7 +34,6 @@ class ClientResults:
 
     @classmethod
     def of(cls, reports: Mapping[Client, EvaluationReport]) -> ClientResults:
-        """Collects the values in the clients' reports. Missing values are omitted."""
         results = cls(num_samples={client: report.num_samples for client, report in reports.items()})
         for client, report in reports.items():
             for name, value in report.values.items():
@@ -50,8 +49,8 @@ class ClientResults:
     def summary(self) -> dict[str, float]:
         """Summarises over clients: ``<metric>/mean``, ``/worst10`` (mean over the worst tenth), ``/std`` and ``/min``.
 
-        NaN values are skipped. ``/mean_se`` is the standard error of ``/mean`` over the clients' cases. Every client's
-        value must be a mean over single cases, else this number is missing.
+        NaN values are skipped. ``/mean_se`` is the standard error of ``/mean`` over the clients' cases. This number is
+        missing unless every client's value is a mean over single cases.
         """
         summary = {}
         for name, values in self.values.items():

@@ -52,11 +52,9 @@ class Table:
         return markdown_table([[self.corner, *self.columns], *self.cells(3)])
 
     def write(self, path: Path) -> None:
-        """Writes ``<path>.csv``."""
         write_text_atomically(path.with_suffix(".csv"), self.csv())
 
     def draw(self, path: Path) -> None:
-        """Draws the numbers as a PNG file, with one colour scale for all cells."""
         values = torch.tensor([[self._value(row, column) for column in self.columns] for row in self.rows])
         known = values[~values.isnan()]
         lowest, largest = float(known.min()), max(float(known.max()), float(known.min()) + 1e-6)
