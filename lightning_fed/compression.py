@@ -145,7 +145,6 @@ class Quantized(Compression):
         return torch.empty(size, dtype=torch.uint8, device="meta")
 
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Returns the integer multiples :math:`q_i` as unsigned integers, and the scale s."""
         levels = 2 ** (self.bits - 1) - 1
         scale = step.abs().max() / levels
         noise = torch.rand(step.shape, generator=generator, dtype=torch.float64).to(step.device)

@@ -30,7 +30,7 @@ class TrainerCallback(L.Callback):
         )
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
-        """Refuses Fabric even if ``Fabric.setup`` was never called."""
+        # Without `Fabric.setup`, only this hook is called.
         self.on_after_setup()
 
 

@@ -124,7 +124,6 @@ class FederatedCLI(LightningCLI):
                 sys.stderr.write(f"note: {path} was saved from Python: the model and arguments come from the recipe.\n")
 
     def before_instantiate_classes(self) -> None:
-        """Restores the option ``ckpt_path``, which Lightning hides while parsing."""
         if self._hidden_path is not None:
             self.config[self.config.subcommand].ckpt_path = self._hidden_path
 

@@ -299,7 +299,6 @@ class ClientSegmentations(L.Callback):
         return trainer.current_epoch - (trainer.state.fn != "fit")
 
     def class_order(self) -> list[str]:
-        """Names of the classes in the last scores, ordered by label."""
         names, last = self._labels.class_names, {row[2] for row in self.rows if row[0] == self.rows[-1][0]}
         return sorted(last, key=lambda name: names.index(name) if name in names else int(name))
 

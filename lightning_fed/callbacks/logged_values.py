@@ -43,12 +43,10 @@ class LogCall:
 
     @property
     def reduction(self) -> str | None:
-        """Name of the reduction over batches; ``None`` if Lightning does not support the reduction."""
         reduce_fx = self.reduce_fx.lower() if isinstance(self.reduce_fx, str) else self.reduce_fx
         return _REDUCTIONS.get(reduce_fx)
 
     def weight(self, batch: Any) -> int:
-        """Weight of the value in a mean: the given batch size, the size of ``batch``, or 1 without a batch."""
         if self.batch_size is None and self.reduction == "mean" and batch is not None:
             return batch_size_of(batch)
         return self.batch_size or 1
@@ -150,7 +148,6 @@ class LoggedValues:
         return f"{call.name}{self.suffix}" if call.add_dataloader_idx else call.name
 
     def pool(self, parts: Iterable[Mapping[str, LoggedValue]]) -> None:
-        """Replaces :attr:`sums` by the joint values of all processes. ``parts`` contains each process's ``sums``."""
         self.sums = {}
         for part in parts:
             for name, logged in part.items():

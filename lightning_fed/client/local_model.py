@@ -134,7 +134,6 @@ class LocalModel:
                 setattr(layer, name, value)
 
     def changed_server_entries(self, names: Iterable[str]) -> list[str]:
-        """Selects the entries in ``names`` with values different from :attr:`server_entries`. NaN equals NaN."""
         self._find_entries()
         pairs = {name: (self.entries[name], self.server_entries[name]) for name in names if name in self.server_entries}
         return [

@@ -54,11 +54,9 @@ class LocalOptimizers:
 
     @property
     def start(self) -> dict[str, Any]:
-        """Hyper-parameters, per-step scheduler states and loss scale at every visit's start."""
         return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
 
     def steps_of(self, final_state: Mapping[str, Any]) -> list[int] | None:
-        """Number of steps per scheduler in a visit with the scheduler states ``final_state``; ``None`` if unknown."""
         pairs = zip(self._start["schedulers"], final_state["schedulers"], strict=True)
         counts = [(_count_steps(before), _count_steps(after)) for before, after in pairs]
         known = [after - before for before, after in counts if before is not None and after is not None]
@@ -82,7 +80,6 @@ class LocalOptimizers:
             unpack_optimizers(self.optimizers, packed)
 
     def resume(self, snapshot: Mapping[str, Any]) -> None:
-        """Restores the state from :meth:`capture`, except learning rates set by epoch schedulers since then."""
         self._load({**snapshot, "groups": self._rates(snapshot["groups"], snapshot["groups"])})
         self._step_again(snapshot["epoch_schedulers"])
 

@@ -83,7 +83,6 @@ class DatasetClients(Population):
         return count_batches(self.num_samples(client), self.batch_size, drop_last)
 
     def batches_of_pass(self, planned: PlannedVisit, number: int, isolated: bool) -> Iterator[np.ndarray]:
-        """Yields the indices of each batch's examples, for pass ``number`` of the visit ``planned``."""
         if (self.overfit_batches and not isolated) or not self.shuffle:
             order = np.arange(planned.num_samples)
         else:

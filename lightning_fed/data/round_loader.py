@@ -112,7 +112,6 @@ class RoundLoader:
         return self.population.stream(self.visits[self._first_of_stream :])
 
     def fetch(self, stream: Iterator[VisitBatch], positions: range, batches_left: int) -> tuple[Any, int]:
-        """Returns the next batch, and the number of remaining batches: 0 if a dataloader without length has ended."""
         planned = self.visits[positions[0]]
         is_given_up = planned.fault is not None or planned.is_over
         batch = None if is_given_up else self._fetch(stream, positions[0])
@@ -140,7 +139,6 @@ class RoundLoader:
 
     @property
     def current(self) -> PlannedVisit | None:
-        """The last batch's visit; ``None`` between visits and for simultaneous visits."""
         return self.group[0] if len(self.group) == 1 else None
 
     @property

@@ -40,7 +40,6 @@ class PlannedRound:
     num_clients: int = 0  # in this process
 
     def record_failure(self, population: Population, client: Client, item: VisitBatch) -> str:
-        """Returns the reason for a client's failure: the error in ``item``. Logs the traceback of the first error."""
         assert item.error is not None
         if item.trace:
             item.error.add_note(f"Raised while loading the data of client {client!r}:\n{item.trace}")
@@ -203,7 +202,6 @@ class VisitCosts:
             del self._seconds[next(iter(self._seconds))]
 
     def expected(self, visits: Sequence[PlannedVisit]) -> list[float]:
-        """Estimates the seconds for each visit. For a client without an earlier visit, uses the other clients' mean."""
         clients = [planned.visit.client for planned in visits]
         known = [self._seconds[client] for client in clients if client in self._seconds]
         usual = sum(known) / len(known) if known else 1.0

@@ -129,7 +129,6 @@ class BatchNormState:
 
     @property
     def own(self) -> LocalStatistics | None:
-        """Options for separate statistics of each client, or ``None`` if clients share statistics."""
         if isinstance(self.treatment, LocalStatistics):
             return self.treatment
         return LocalStatistics() if self.decision == "own" else None
@@ -140,22 +139,18 @@ class BatchNormState:
 
     @property
     def is_measured(self) -> bool:
-        """True if each client measures separate statistics after the aggregation, with the new global model."""
         return self.own is not None and self.own.measured == "aggregation"
 
     @property
     def unseen(self) -> str:
-        """Option ``unseen`` of ``LocalStatistics``, for data without a client; empty if clients share statistics."""
         return "" if self.own is None else self.own.unseen
 
     @property
     def measure_round(self) -> int | None:
-        """Index of the last round with a new global model, if clients measure statistics; otherwise ``None``."""
         return self.model_round if self.is_measured and self.model_round >= 0 else None
 
     @property
     def is_reported(self) -> bool:
-        """True if each round's clients report statistics to the server."""
         if isinstance(self.treatment, LocalStatistics):
             return self.treatment.unseen == "pooled"
         # A single client trains as in a plain fit. Separate statistics need no report.
@@ -258,7 +253,6 @@ class FederatedFit:
 
     @property
     def has_one_client(self) -> bool:
-        """True if the only client is in this process: training equals a plain fit."""
         return not self.is_remote and len(self.population.clients) == 1
 
     @property
@@ -321,7 +315,6 @@ class FederatedFit:
         return True
 
     def needs_own_statistics(self, module: L.LightningModule, sliced: Collection[str]) -> bool:
-        """True if ``batch_norm="auto"`` allows only separate statistics, because clients cannot report statistics."""
         has_hidden_updates = bool(sliced) or self.server.chain.reveals != "update"
         return self.options.batch_norm == "auto" and has_hidden_updates and bool(batch_norm_statistics(module))
 
@@ -369,7 +362,6 @@ class FederatedFit:
         self.unset = None if state["unset"] is None else frozenset(state["unset"])
 
     def continue_from(self, fit: FederatedFit) -> None:
-        """Copies state from ``fit``, the Trainer's previous fit, such as the policies and the number of rounds."""
         self.load_state_dict(fit.state_dict())
         self.round_log, self.failed_rounds = fit.round_log, fit.failed_rounds
         self.number += 1
@@ -380,7 +372,6 @@ class FederatedFit:
         return cohort
 
     def served(self, cohort: Cohort) -> Cohort:
-        """Returns the visits that are trained: all, or all except stragglers if ``partial_work="drop"``."""
         if self.options.availability.partial_work == "keep":
             return cohort
         return Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)

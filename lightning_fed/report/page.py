@@ -194,7 +194,6 @@ def _round_cells(round: int, values: Mapping[str, float], names: Sequence[str]) 
 
 
 def _client_cells(results: FitResults) -> list[dict[str, Any]]:
-    """Builds the cells of the client table, worst score first. Clients without a score are last."""
     is_higher = results.higher_is_better.get(results.score, True)
     rows: list[dict[str, Any]] = []
     for client in results.clients:

@@ -39,7 +39,6 @@ class Answers:
 
     @classmethod
     def joined(cls, parts: Sequence[Answers], clients: Iterable[Client]) -> Answers:
-        """Joins the answers that several processes have collected. Sorts the answers in the order of ``clients``."""
         updates = {client: update for part in parts for client, update in part.updates.items()}
         failed = {client: reason for part in parts for client, reason in part.failed.items()}
         return cls(

@@ -249,7 +249,6 @@ class RoundLoop:
             self.fit.changes.callback(parameter.requires_grad_, True)
 
     def start_training(self) -> None:
-        """Checks that the Trainer uses the round's dataloader. Saves the global random generators during the fit."""
         if not isinstance(self.fit.trainer.train_dataloader, RoundLoader):
             raise MisconfigurationException(
                 "The Trainer does not train on the clients' loaders: pass a datamodule to `fit`, such as "
@@ -296,7 +295,6 @@ class RoundLoop:
             fit.set_population(split(loader, self._partition, fit.schedule.seed))
 
     def start_epoch(self) -> None:
-        """Restores two Trainer settings, for data reloads and validation, after Lightning requested the dataloader."""
         trainer = self.fit.trainer
         exchange_reload_interval(trainer, self._reload_interval)
         exchange_validation_time(trainer, self._validation_time)
@@ -431,16 +429,15 @@ class RoundLoop:
                 measure_own_statistics(self.fit, clients)
 
     def end_epoch(self) -> None:
-        """Abandons an unfinished round. Makes Lightning request a new dataloader before the next epoch."""
         self.cut_short()
         exchange_reload_interval(self.fit.trainer, 1)
         self._correct, self._is_cut = complete_epoch, False
         self.fit.rounds = self.fit.trainer.current_epoch + 1  # also after a failed round
 
     def start_validation(self) -> None:
-        """Abandons an unfinished round, because a Trainer validates directly after a stop request."""
         if self.open_round is None:
             self._correct = partial(complete_epoch, is_counted=False) if self._is_cut else None
+        # After a stop request, a Trainer validates directly.
         if ends_after_batch(self.fit.trainer):
             self.cut_short()
 

@@ -209,7 +209,6 @@ class Round:
         return state if state is start else new  # the initial state if the rule has no new model yet
 
     def load_global(self, state: State, counting: Collection[int] = ()) -> None:
-        """Loads shared entries, and resets the optimizers. ``counting``: indices of the visits with valid updates."""
         self.local.load_global(state)
         self.optimizers.end_round(counting)
 
@@ -223,7 +222,6 @@ class Round:
             self.fit.store.commit(self._server.report.round, counting)
 
     def measure_batch_norm(self) -> str | None:
-        """Pools clients' BatchNorm statistics for the new global model. Returns an error text, or ``None``."""
         measurement = find_measurement(self._module)
         if measurement is None:
             return None

@@ -74,7 +74,6 @@ class VisitDriver:
             exchange_max_steps(self.fit.trainer, self._max_steps)
 
     def find_cut(self) -> bool:
-        """Returns ``True`` if the fit ends after this batch, before the round's last batch."""
         loader, trainer = self._loader, self.fit.trainer
         if not (self._has_one_client or loader.is_over) and -1 != trainer.max_steps <= trainer.global_step:
             exchange_max_steps(trainer, trainer.global_step + 1)  # the fit ends with the round
@@ -123,7 +122,6 @@ class VisitDriver:
         return output
 
     def end(self, group: Sequence[PlannedVisit]) -> None:
-        """Ends the visits in ``group`` after the last batch, or without batches."""
         planned = group[0]
         clock = self._loader.clock
         if planned.fault is None and clock.is_up:

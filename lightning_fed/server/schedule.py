@@ -173,7 +173,6 @@ class Schedule:
         return self.clients_per_round
 
     def active_size(self, size: int) -> int:
-        """Returns the number of clients that are not stragglers in a cohort with ``size`` clients."""
         return round_half_up(size * (1 - self.availability.stragglers))
 
     def cohort(

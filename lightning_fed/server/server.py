@@ -64,7 +64,6 @@ class RoundReport:
 
     @classmethod
     def joined(cls, parts: Sequence[RoundReport], positions: Mapping[Client, int]) -> RoundReport:
-        """Joins the reports of several processes on one round. ``positions`` maps clients to indices in the cohort."""
         report = cls(parts[0].round)
         for name in ("received", "counted", "failed", "refused", "metrics", "norms"):
             joint = {client: value for part in parts for client, value in getattr(part, name).items()}
@@ -121,18 +120,15 @@ class HeldEntries:
         self._rounds = {} if oldest is None else {key: last for key, last in self._rounds.items() if last >= oldest}
 
     def held_by(self, client: Client, state: Mapping[str, Tensor], has_present: bool = False) -> frozenset[str]:
-        """Names of entries in ``state`` already on the client. ``has_present``: the client has this round's model."""
         last = self._rounds.get(client, _ALWAYS)
         held = {name: self.values[name] for name, start in self._since.items() if has_present or last >= start}
         return identical_entries(held, state)
 
     def record_clients(self, round: int, clients: Iterable[Client]) -> None:
-        """Records that ``clients`` have the model of ``round``. Does nothing while entries have initial values."""
         if any(start != _ALWAYS for start in self._since.values()):
             self._rounds |= dict.fromkeys(clients, round)
 
     def state_dict(self, entries: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-        """Returns the state for checkpoints, without entries whose values equal the saved model (``entries``)."""
         entries = {} if entries is None else entries
         now = {name: entries[name].to(value.device) for name, value in self.values.items() if name in entries}
         changed = now.keys() - identical_entries(self.values, now)
@@ -284,7 +280,6 @@ class Server(ServerInterface):
         return broadcast
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Counts the bytes of a broadcast, except entries already on the client."""
         if broadcast.state.keys() == self._state.keys():
             broadcast.unsent |= self.held.held_by(client, broadcast.state, client in self.report.received)
         if client in self._expected:

@@ -81,11 +81,9 @@ class Chain:
         self._state: State = {}
 
     def describe(self) -> dict[str, str]:
-        """Returns a text with the options of each update step, by step name, innermost step first."""
         return {name: describe_options(step) for name, step in self._named_steps().items()}
 
     def callbacks(self) -> list[Any]:
-        """Lightning callbacks that the steps require."""
         return [callback for step in self.steps for callback in step.callbacks()]
 
     @property
@@ -114,7 +112,6 @@ class Chain:
         return form
 
     def counted(self, num_samples: int) -> int:
-        """Returns the aggregation weight of a client with ``num_samples`` examples, after all update steps."""
         return counted_samples(self.steps, num_samples)
 
     # Client
@@ -152,7 +149,6 @@ class Chain:
         self._pass(update, sent, len(self.steps), inspect)
 
     def merge(self, other: Any) -> None:
-        """Adds the updates from another process. ``other`` is the value of :attr:`part` in that process."""
         kind, other_kind = type(self.part).__name__, type(other).__name__
         if type(other) is not type(self.part):
             raise TypeError(f"Expected the same rule and steps in all processes, but got {other_kind} for {kind}.")
@@ -160,7 +156,6 @@ class Chain:
 
     @property
     def part(self) -> Any:
-        """This process's updates: an object from the outermost collecting step, or else the rule."""
         return next((held for held in reversed(self.held) if held is not None), self.rule)
 
     def aggregate(self) -> State | None:
@@ -205,7 +200,6 @@ class Chain:
         return {"rule": self.rule.state_dict(), "steps": steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state from :meth:`state_dict`. Steps without saved state start anew. Logs unused states."""
         steps = self._named_steps()
         unused = [name for name, step_state in state["steps"].items() if step_state and name not in steps]
         if unused:

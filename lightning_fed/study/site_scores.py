@@ -105,7 +105,6 @@ class SiteScores(AskableCallback):
         write_text_atomically(path, json.dumps(self.state()))
 
     def load(self, path: Path) -> bool:
-        """Loads scores from a file. Returns ``False`` if the file is missing or was saved with other arguments."""
         saved = json.loads(path.read_text()) if path.exists() else {}
         if saved | {"scores": self.scores} != self.state():
             return False

@@ -115,7 +115,6 @@ class DistributedLog(RevertingCallback):
         self._position, self._values.batch = position, None
 
     def take_entries(self) -> LogPart:
-        """Returns the values logged since :meth:`start_round`, on the CPU. Later values are passed to Lightning."""
         entries, values = self._entries, self._values
         self._entries, self._values, self._is_on = {}, LoggedValues(), False
         for entry in entries.values():
@@ -123,7 +122,6 @@ class DistributedLog(RevertingCallback):
         return entries, {name: logged.on_cpu() for name, logged in values.sums.items()}
 
     def log_all(self, parts: Sequence[LogPart]) -> None:
-        """Logs values aggregated over all processes. ``parts`` contains each rank's result of :meth:`take_entries`."""
         joint, values = dict[str, _Entry](), LoggedValues()
         values.pool(sums for _, sums in parts)
         for name, entry in (item for entries, _ in parts for item in entries.items()):

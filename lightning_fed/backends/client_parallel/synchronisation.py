@@ -93,8 +93,8 @@ class ProcessSynchronisation(RoundSynchronisation):
         self._visit_start = time.perf_counter()
 
     def postpone_stop(self) -> None:
-        """Postpones a stop of the Trainer to the end of the round, so that all processes stop together."""
         trainer = self._trainer
+        # All processes stop together at the end of the round.
         if trainer.should_stop:
             trainer.should_stop, self._should_stop = False, True
 

@@ -137,9 +137,9 @@ class FlowerTransport(Transport):
         return self._node_of(client)
 
     def forget(self, client: Client) -> None:
-        """Asks a client's node again for the names of its clients, because the node restarted with other data."""
         node = self._node_of(client)
         if node is not None:
+            # The node has restarted, possibly with the data of other clients.
             del self._nodes[node]
             self.discover()
 

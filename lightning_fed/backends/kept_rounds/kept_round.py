@@ -63,7 +63,6 @@ class KeepRounds(FederatedCallback):
                 shutil.rmtree(path)
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Stores an update before the server checks the update."""
         content = {name: value for name, value in vars(update).items() if name in ("client", "num_samples", "metrics")}
         tensors = {"state": copy_state(update.state), "extras": copy_state(update.extras)}
         self._save(trainer.current_epoch, f"{len(self._answers):06d}.ckpt", content | tensors)

@@ -61,7 +61,6 @@ class Machine:
             world.at(self._draw(DAY / profile.clock_jumps), self._jump)
 
     def keep(self, path: Path) -> None:
-        """Marks a file as written to the disk: a power failure does not undo the write."""
         if path.exists():
             self.synced[path.stat().st_ino] = path.stat().st_size
 
@@ -69,7 +68,6 @@ class Machine:
         return self.is_up and all(not start <= time < end for start, end in self._plan_outages(time))
 
     def lost_since(self, start: int, now: float) -> float | None:
-        """Returns the time at which process number ``start`` lost the connection, or ``None`` without a loss."""
         outage = next((begin for begin, end in self._outages if begin <= now < end), None)
         ended = self._ended_at.get(start)
         if ended is None or ended > now:
@@ -77,7 +75,6 @@ class Machine:
         return min([ended, *(begin for begin, end in self._outages if begin <= ended < end)])
 
     def online_since(self, now: float) -> float | None:
-        """Returns the start of the current online period, or ``None`` for an offline machine."""
         if not self.is_online(now):
             return None
         return max([self._began_at[self.starts], *(end for _, end in self._outages if end <= now)])

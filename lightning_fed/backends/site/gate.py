@@ -101,7 +101,6 @@ class SiteGate:
                 raise Refusal("entries", str(error)) from error
 
     def is_in_force(self) -> bool:
-        """True if a policy is required, or the site has a policy file, a record file, or a file with a similar name."""
         self._is_required = self._is_required or self._path.is_symlink() or self._path.exists() or self._has_traces()
         return self._is_required
 

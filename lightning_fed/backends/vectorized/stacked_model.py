@@ -69,7 +69,7 @@ class StackedModel:
         stack_parameters(self._parameters.values(), (self._rows[name] for name in self._parameters), optimizers)
 
     def use_copies(self) -> None:
-        """Gives copies of the stack to training steps, to detect steps that use the module's tensors directly."""
+        # A step that uses the module's tensors directly then has another result.
         copies = copy_state(self._rows)
         self._rows = copies
         self._step_inputs = {
@@ -95,7 +95,6 @@ class StackedModel:
 
     @torch.no_grad()
     def save_row(self, row: int) -> None:
-        """Saves the values of the client with index ``row``, whose visit has ended, while other clients continue."""
         self._saved_rows[row] = copy_state(self.values_of(row))
 
     def leave(self) -> None:

@@ -28,7 +28,6 @@ class RemoteClientStore(ClientStore):
         self.restore(0, {})
 
     def kept(self, client: Client) -> int:
-        """Version of the client's state: start round of the last visit with a valid update; -1 without such a visit."""
         return self._of_round.get(client, self._rounds.get(client, -1))
 
     def get(self, client: Client) -> State | None:
@@ -69,5 +68,4 @@ class RemoteClientStore(ClientStore):
         self._last, self._checkpoints = round, [self._rounds]
 
     def needed(self, client: Client) -> int:
-        """Lowest version of the client's state that the server needs to resume from the second-to-last checkpoint."""
         return self._checkpoints[0].get(client, -1) + 1

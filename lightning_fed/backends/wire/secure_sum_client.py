@@ -79,7 +79,6 @@ class ClientSum:
             return write_fault(Fault(self._client, str(fault)))
 
     def mask(self, update: ClientUpdate, sent: State, peers: Sequence[Client], round: int) -> None:
-        """Masks an update in place. ``peers`` are all clients in the sum. Raises ``ClientFault`` on failure."""
         numbers = dict(sorted(maskable(update, sent).items()))
         vector = torch.cat([value.reshape(-1).cpu() for value in numbers.values()]).numpy().view(np.uint32)
         self.add_masks(vector, peers, round)

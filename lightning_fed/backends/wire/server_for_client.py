@@ -111,9 +111,9 @@ class RemoteServer(ServerInterface):
         return True
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Stores the reason for a missing update: for an ``error`` only its class, because texts may name files."""
         self.fault = reason
         if error is not None and not isinstance(error, ClientFault | VisitTimeout):
+            # The text of an exception may contain names of files.
             self.fault = reason.replace(describe(error), type(error).__name__)
             if self.fault == reason:
                 self.fault = f"it failed with {type(error).__name__}"

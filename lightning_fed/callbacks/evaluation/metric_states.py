@@ -334,12 +334,10 @@ class MetricStates(dict[str, MetricState]):
 
     @classmethod
     def of(cls, metrics: Mapping[str, Metric], place: int | None = None) -> MetricStates:
-        """Copies metric states to the CPU: for the data in dataloader number ``place``, or for all data (``None``)."""
         return cls({state_key(name, place): _read_state(metric) for name, metric in metrics.items()})
 
     @classmethod
     def merge(cls, metrics: Mapping[str, Metric], parts: Sequence[Mapping[str, MetricState]]) -> MetricStates:
-        """Merges the states of several clients. A metric with incompatible states is excluded and logged."""
         merged = cls()
         for key in dict.fromkeys(key for part in parts for key in part if metric_of(key) in metrics):
             try:

@@ -29,10 +29,10 @@ class EvaluationReport:
         states: Metric states by :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
         metrics: Maps the name of each logged metric to the metric's key in ``states``.
         values: Final values computed by the client: logged name to number.
-        partial: Names of values that cannot be computed from sums and states, and have no result over all clients.
+        partial: Names of values not determined by sums and states, without a result over all clients.
         shown: Names shown in the progress bar.
         higher_is_better: Maps names to true if higher values are better, for metrics that declare the direction.
-        variances: Sampling variances of values that are means over single cases, by name.
+        variances: Sampling variances by name, for means over single cases.
         stays: Maps metrics whose state must stay on the client to the reason.
         support: Examples per class: float64, shape (classes,); ``None`` if no metric counts examples.
     """
