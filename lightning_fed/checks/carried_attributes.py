@@ -33,7 +33,7 @@ from lightning_fed.lightning.internals import (
     tensor_version,
 )
 from lightning_fed.model.resize import layer_numbers
-from lightning_fed.numerics.trees import norms
+from lightning_fed.numerics.trees import elements, norms
 
 _log = logging.getLogger(__name__)
 
@@ -187,8 +187,7 @@ class CarriedAttributes:
         known = self._trainer.optimizers
         for owner in self._owners().values():
             for value in vars(owner).values():
-                inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-                for part in (value, *inside):
+                for part in (value, *elements(value)):
                     if isinstance(part, Optimizer) and not any(part is each for each in known):
                         yield part
 
@@ -285,10 +284,9 @@ class CarriedAttributes:
             values = {path: layer}
             if not isinstance(layer, METRICS):
                 for name, value in vars(layer).items():
-                    if name not in _INTERNAL and isinstance(value, list | tuple | dict):
-                        parts = value.values() if isinstance(value, dict) else value
+                    if name not in _INTERNAL:
                         prefix = f"{path}.{name}" if path else name
-                        values |= {f"{prefix}[{place}]": part for place, part in enumerate(parts)}
+                        values |= {f"{prefix}[{place}]": part for place, part in enumerate(elements(value))}
             for name, value in values.items():
                 if isinstance(value, Metric) and id(value) not in seen:
                     seen.update(map(id, value.modules()))
@@ -303,15 +301,16 @@ class CarriedAttributes:
             self._known.training_callbacks.append(ref(method.owner))
         return result
 
-    def _training_state(self) -> list[str]:
+    def _training_state(self) -> str:
         tensors = [tensor.detach() for tensor in self._module.parameters()]
         gradients = [tensor.grad for tensor in self._module.parameters() if tensor.grad is not None]
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        return [
-            repr([tensor_version(tensor) for tensor in (*tensors, *gradients)]),
-            repr([float(length) for length in norms(each for each in (*tensors, *gradients) if _has_norm(each))]),
-            repr([{name: value for name, value in group.items() if isinstance(value, VALUES)} for group in groups]),
-        ]
+        state = (
+            [tensor_version(tensor) for tensor in (*tensors, *gradients)],
+            [float(length) for length in norms(each for each in (*tensors, *gradients) if _has_norm(each))],
+            [{name: value for name, value in group.items() if isinstance(value, VALUES)} for group in groups],
+        )
+        return repr(state)
 
     def _callbacks(self) -> list[L.Callback]:
         return [
@@ -403,6 +402,4 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _holds_tensors(value: Any, depth: int = 3) -> bool:
     if isinstance(value, Tensor | nn.Module | Optimizer | np.ndarray):
         return not isinstance(value, L.LightningModule | Metric)
-    inside = parts(value) if depth else None
-    inside = list(inside.values()) if isinstance(inside, dict) else inside
-    return isinstance(inside, list) and any(_holds_tensors(part, depth - 1) for part in inside)
+    return any(_holds_tensors(part, depth - 1) for part in elements(parts(value) if depth else ()))

@@ -20,11 +20,12 @@ from lightning_fed.data.dataset_clients import (
     ClientSource,
     DatasetClients,
 )
-from lightning_fed.data.loader_clients import LoaderClients, check_client_loader, inside
+from lightning_fed.data.loader_clients import LoaderClients, check_client_loader
 from lightning_fed.data.partition import Partition
 from lightning_fed.data.population import KnownClasses, LazyClients, Population, check_class_numbers, client_keys
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
+from lightning_fed.numerics.trees import elements
 
 _log = logging.getLogger(__name__)
 
@@ -358,8 +359,8 @@ def as_mapping(clients: Any, name: str) -> Mapping[Client, Any]:
 
 
 def _check_kinds(clients: Any, numbers: KnownClasses) -> None:
-    values = inside(clients) if isinstance(clients, dict | list | tuple) else ()
-    for client, value in zip(clients if isinstance(clients, dict) else itertools.count(), values, strict=False):
+    values = elements(clients)
+    for client, value in zip(clients if isinstance(clients, Mapping) else itertools.count(), values, strict=False):
         check_client_loader(value)
         check_class_numbers(numbers, client, value)
     kinds = {type(value).__name__: isinstance(value, Dataset) for value in values}

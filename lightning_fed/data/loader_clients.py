@@ -31,6 +31,7 @@ from lightning_fed.errors import OptionError
 from lightning_fed.lightning.internals import loader_to_overfit
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import derive_seed
+from lightning_fed.numerics.trees import elements
 
 _END = object()
 
@@ -89,7 +90,7 @@ class LoaderClients(Population):
         loader: Any = self.loaders[client]
         check_client_loader(loader)
         check_class_numbers(self._class_numbers, client, loader)
-        if isinstance(loader, Mapping | list | tuple) and has_loader(loader):
+        if elements(loader) and has_loader(loader):
             loader = CombinedLoader(loader, "max_size_cycle")  # like Lightning
         if self.overfit_batches:
             if client not in self._in_order:
@@ -249,16 +250,9 @@ class _Streams:
             yield batch
 
 
-def inside(container: Any) -> Iterable[Any]:
-    """Returns the elements in a mapping, list or tuple, or an empty list."""
-    if isinstance(container, Mapping):
-        return container.values()
-    return container if isinstance(container, list | tuple) else ()
-
-
 def has_loader(loaders: Any) -> bool:
     """True if nested mappings and sequences contain a dataloader."""
-    return isinstance(loaders, DataLoader | CombinedLoader) or any(map(has_loader, inside(loaders)))
+    return isinstance(loaders, DataLoader | CombinedLoader) or any(map(has_loader, elements(loaders)))
 
 
 def check_client_loader(loader: Any) -> None:
@@ -277,7 +271,7 @@ def check_client_loader(loader: Any) -> None:
             f"Expected a client's data to be a torch data set or a loader, but got the table {type(loader).__name__}: "
             "put the table in a `DataLoader`."
         )
-    if any(isinstance(value, Dataset) for value in inside(loader)):
+    if any(isinstance(value, Dataset) for value in elements(loader)):
         raise TypeError(
             "Expected a client's data to be a data set, a loader or several loaders, but got data sets in a "
             f"{type(loader).__name__}: put each data set in a `DataLoader`, or combine all data sets "

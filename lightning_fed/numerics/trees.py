@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,13 @@ _CACHED_ELEMENTS = 1 << 15  # of one chunk
 _BUFFER_ELEMENTS = 1 << 21
 
 _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def elements(container: Any) -> Iterable[Any]:
+    """Returns the values of a mutable mapping, or the elements of a list, tuple or set; otherwise an empty tuple."""
+    if isinstance(container, MutableMapping):
+        return container.values()
+    return container if isinstance(container, list | tuple | set) else ()
 
 
 def tree_leaves(tree: Any) -> list[Any]:

@@ -26,6 +26,7 @@ from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.internals import add_optimizer_steps, callbacks_of, is_overridden
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import norm
+from lightning_fed.numerics.trees import tree_leaves
 from lightning_fed.process_group import ProcessGroup, RoundSynchronisation
 from lightning_fed.rounds.visit_driver import VisitDriver
 from lightning_fed.server.schedule import Cohort
@@ -172,7 +173,8 @@ class ProcessSynchronisation(RoundSynchronisation):
 
     def _merge(self, start: State) -> None:
         server = self._server
-        known = _tensors([start, server.chain.state_dict()])
+        leaves = tree_leaves([start, server.chain.state_dict()])
+        known = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for rank, part in enumerate(self._processes.gather_one_by_one(server.chain.part, known)):
             if rank == 0:  # this process has already sent its part
                 server.start_chain()
@@ -238,10 +240,3 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
 def shares_notes(callback: FederatedCallback) -> bool:
     """True if a callback implements ``share_round``."""
     return is_overridden("share_round", callback, FederatedCallback)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for element in inside for tensor in _tensors(element)]

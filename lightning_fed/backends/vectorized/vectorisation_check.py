@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_fed.errors import describe
 from lightning_fed.features.isolated_pass import is_same, isolated_pass, loss_in, noted_attributes, prepare_batch
 from lightning_fed.lightning.internals import is_vmap_tensor, tensor_version
 from lightning_fed.model.entries import copy_state, tensors_by_path
+from lightning_fed.numerics.trees import elements
 
 _WRITES = "`training_step` writes the attribute {!r}, which all clients would share"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -226,8 +227,7 @@ def _restored(helpers: Iterable[Any]) -> Iterator[None]:
 def _has_escaped(value: Any) -> bool:
     if isinstance(value, Tensor):
         return is_vmap_tensor(value)
-    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
-    return any(map(_has_escaped, inside))
+    return any(map(_has_escaped, elements(value)))
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
