@@ -138,7 +138,7 @@ class FederatedCallback(TrainerCallback):
 
         Implement the hook as a generator: ``yield value`` sends a value (tensors, numbers and plain containers), and
         returns the values of all processes in rank order. Required if :meth:`on_server_aggregate` uses data collected
-        in :meth:`on_server_receive`.
+        in :meth:`on_server_receive`. For a dictionary by client, set ``shared_attribute`` to the attribute's name.
 
         Example:
             >>> class Sizes(FederatedCallback):

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_fed.numerics.trees import like_sequence
+
 
 def batch_tensors(batch: Any) -> list[Tensor]:
     """Lists the tensors in a batch at any depth, in the order used by :func:`rebuild_batch`."""
@@ -33,8 +35,7 @@ def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
             return type(batch)(batch.default_factory, rebuilt)
         return type(batch)(rebuilt)  # type: ignore[call-arg]
     if isinstance(batch, list | tuple):
-        elements = [rebuild_batch(value, tensors) for value in batch]
-        return type(batch)(*elements) if hasattr(batch, "_fields") else type(batch)(elements)
+        return like_sequence(batch, [rebuild_batch(value, tensors) for value in batch])
     return batch
 
 

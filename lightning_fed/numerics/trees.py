@@ -40,6 +40,12 @@ def elements(container: Any) -> Iterable[Any]:
     return container if isinstance(container, list | tuple | set) else ()
 
 
+def like_sequence(sequence: Any, values: Sequence[Any]) -> Any:
+    """Creates a list, tuple or named tuple with the type of ``sequence`` from ``values``."""
+    kind = type(sequence)
+    return kind(*values) if hasattr(sequence, "_fields") else kind(values)
+
+
 def tree_leaves(tree: Any) -> list[Any]:
     """Lists the leaves in a nested container, in order."""
     leaves: list[Any] = _pytree.tree_leaves(tree)

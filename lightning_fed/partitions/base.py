@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_fed.argument_checks import check_count
 from lightning_fed.data.partition import MapDataset, Partition
 from lightning_fed.messages import Client
+from lightning_fed.numerics.trees import like_sequence
 from lightning_fed.partitions.label_lookup import length_of
 from lightning_fed.partitions.sample_assignment import IndexArray, PartitionError
 
@@ -59,8 +60,7 @@ def change_input(sample: Any, change: Callable[[Tensor], Tensor]) -> Any:
         key = "image" if "image" in sample else next(iter(sample), None)
         return {**sample, key: changed(sample.get(key))}
     if isinstance(sample, tuple | list) and sample:
-        elements = [changed(sample[0]), *sample[1:]]
-        return type(sample)(*elements) if hasattr(sample, "_fields") else type(sample)(elements)
+        return like_sequence(sample, [changed(sample[0]), *sample[1:]])
     return changed(sample)
 
 

@@ -14,6 +14,7 @@ from lightning_fed.data.partition import Partition
 from lightning_fed.features.batches import MASK_KEYS
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import client_key
+from lightning_fed.numerics.trees import like_sequence
 from lightning_fed.partitions.base import PartitionOfPartition
 from lightning_fed.partitions.sample_assignment import generator_for
 
@@ -115,8 +116,7 @@ class AnnotatedClasses:
             key = next((key for key in MASK_KEYS if key in sample), None)
             return {**sample, key: self._changed(None if key is None else sample[key])}
         if isinstance(sample, tuple | list) and len(sample) > 1:
-            elements = [sample[0], self._changed(sample[1]), *sample[2:]]
-            return type(sample)(*elements) if hasattr(sample, "_fields") else type(sample)(elements)
+            return like_sequence(sample, [sample[0], self._changed(sample[1]), *sample[2:]])
         return self._changed(None)
 
     def _changed(self, mask: Any) -> Tensor:

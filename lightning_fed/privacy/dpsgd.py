@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
     """
 
     keeps_privacy = True
+    shared_attribute = "_round_accounts"
 
     def __init__(
         self,
@@ -285,10 +286,6 @@ class DPSGD(RevertingCallback, FederatedCallback):
             self._read_account(trainer, client)  # a visit in another process may have updated the account
             self._add_round()
             self._write_account(trainer, client)
-
-    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None]:
-        shares = yield self._round_accounts
-        self._round_accounts = {client: account for share in shares for client, account in share.items()}
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
         self._add_round()

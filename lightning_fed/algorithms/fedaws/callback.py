@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
 
 import lightning as L
 import numpy as np
@@ -66,6 +66,7 @@ class SpreadOut(FederatedCallback):
     """
 
     supports_vectorize = True
+    shared_attribute = "_rows"
 
     def __init__(
         self,
@@ -113,10 +114,6 @@ class SpreadOut(FederatedCallback):
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
         self._rows[update.client] = update.rows.get(self._name)
-
-    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None]:
-        shares = yield self._rows
-        self._rows = {client: rows for share in shares for client, rows in share.items()}
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         old = state[self._name]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fed.callbacks.training_trace import find_class_task
 from lightning_fed.features.layers import FeatureLayer, encoder_of, require_classifier, trained_layers
+from lightning_fed.numerics.trees import like_sequence
 
 _EXTRACTOR_NAMES = ("features", "encoder", "backbone", "feature_extractor", "extractor", "body", "base")
 _POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d)
@@ -118,7 +119,7 @@ def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -
         return changed
     if isinstance(features, list | tuple):
         values = [replace_features(value, new, f"{name}_{key}".lstrip("_")) for key, value in enumerate(features)]
-        return type(features)(*values) if hasattr(features, "_fields") else type(features)(values)
+        return like_sequence(features, values)
     return features
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -78,6 +78,8 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
     # TensorBoard image name; the projector uses `prototypes`.
     tag = "prototypes/plane"
 
+    shared_attribute = "_sent"
+
     def __init__(
         self,
         every_n_epochs: int = 5,
@@ -119,10 +121,6 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
         self._sent[update.client] = {name: value for name, value in update.extras.items() if name in PROTOTYPE_KEYS}
-
-    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None]:
-        shares = yield self._sent
-        self._sent = {client: packed for share in shares for client, packed in share.items()}
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         server = find_federation(trainer).server

@@ -109,7 +109,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         self.postpone_stop()
         server.end_visits()
         steps = trainer.global_step - self._first_step
-        flows = [callback.share_round(trainer, module) for callback in federated_callbacks(trainer)]
+        flows = [_share(callback, trainer, module) for callback in federated_callbacks(trainer)]
         shares: list[_Share] = self._processes.gather(
             _Share(
                 is_cut,
@@ -238,5 +238,16 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
 
 
 def shares_notes(callback: FederatedCallback) -> bool:
-    """True if a callback implements ``share_round``."""
-    return is_overridden("share_round", callback, FederatedCallback)
+    """True if a callback implements ``share_round``, or names a dictionary in ``shared_attribute``."""
+    return hasattr(callback, "shared_attribute") or is_overridden("share_round", callback, FederatedCallback)
+
+
+def _share(callback: Any, trainer: L.Trainer, module: L.LightningModule) -> Any:
+    is_merged = hasattr(callback, "shared_attribute")
+    return _share_attribute(callback) if is_merged else callback.share_round(trainer, module)
+
+
+def _share_attribute(callback: Any) -> Generator[Any, list[Any], None]:
+    shares = yield getattr(callback, callback.shared_attribute)
+    merged = {client: value for share in shares for client, value in share.items()}
+    setattr(callback, callback.shared_attribute, merged)

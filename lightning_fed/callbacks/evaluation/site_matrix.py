@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -46,6 +44,7 @@ class SiteMatrix(FederatedCallback):
     """
 
     supports_vectorize = True
+    shared_attribute = "_models"
 
     def __init__(self, metric: str, folder: str | os.PathLike[str] | None = None) -> None:
         self.metric = metric
@@ -73,10 +72,6 @@ class SiteMatrix(FederatedCallback):
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
         self._models[update.client] = {name: value.cpu() for name, value in copy_state(update.state).items()}
-
-    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None]:
-        shares = yield self._models
-        self._models = {client: model for share in shares for client, model in share.items()}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = find_federation(trainer)
