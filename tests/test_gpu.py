@@ -144,6 +144,19 @@ def test_treatments_of_batch_norm(batch_norm):
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_averages_of_weights(device):
+    """The average is on the CPU (Lightning's default) or on the GPU."""
+    results = []
+    for accelerator in ("cpu", "cuda"):
+        average = L.pytorch.callbacks.EMAWeightAveraging(device=device if accelerator == "cuda" else None, decay=0.5)
+        module = models.Module(models.norm_mlp(), models.momentum)
+        options = {"callbacks": [average], "precision": "64-true", "batch_norm": "average"}
+        state, _ = fit(accelerator, module, models.vectors(), **options)
+        results.append(state)
+    assert_close(*results, tolerance=1e-9)
+
+
 # --- A visit equals a plain fit ---------------------------------------------------------------------------------------
 
 

@@ -50,7 +50,7 @@ def _count_processes(trainer: Mapping[str, Any]) -> int:
 
     Raises:
         MisconfigurationException: If ``num_nodes`` is above 1, or several devices are combined with a strategy other
-            than DDP.
+            than DDP, or ``sync_batchnorm`` with CPUs.
     """
     probe = L.Trainer(**{name: trainer[name] for name in _DEVICES if name in trainer}, logger=False)
     if probe.num_nodes > 1:
@@ -62,6 +62,11 @@ def _count_processes(trainer: Mapping[str, Any]) -> int:
         raise MisconfigurationException(
             "Expected strategy='ddp' for a client with several devices, but got "
             f"{type(probe.strategy).__name__}: set strategy='ddp' or devices=1."
+        )
+    if trainer.get("sync_batchnorm") and probe.strategy.root_device.type == "cpu":
+        raise MisconfigurationException(
+            "Expected sync_batchnorm=False on CPUs, because torch synchronises BatchNorm only on GPUs: remove "
+            "`sync_batchnorm`, or set accelerator='gpu'."
         )
     return probe.world_size
 

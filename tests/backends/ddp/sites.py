@@ -8,7 +8,10 @@ from pathlib import Path
 import lightning as L
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.nn.functional import all_reduce
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import FederatedTrainer, Federation
@@ -49,6 +52,38 @@ def normed():
     """Without dropout, because a plain DataLoader draws from the global generator."""
     torch.manual_seed(0)
     return models.Module(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)), models.adam)
+
+
+class SyncOnCPU(nn.BatchNorm1d):
+    """Synchronised BatchNorm by definition: statistics of the joint batch. Torch's layer needs a GPU."""
+
+    def forward(self, inputs):
+        if not (self.training and dist.is_initialized()):
+            return F.batch_norm(
+                inputs, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum
+            )
+        ones = torch.ones_like(inputs)
+        count, total, squares = all_reduce(torch.stack([x.sum(0) for x in (ones, inputs, inputs.square())]))
+        mean = total / count
+        variance = squares / count - mean.square()
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+        return (inputs - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+
+
+def norm_net(layer):
+    torch.manual_seed(0)
+    return models.Module(nn.Sequential(nn.Linear(6, 8), layer(8), nn.ReLU(), nn.Linear(8, 3)), models.momentum)
+
+
+def synchronised():
+    return norm_net(SyncOnCPU)
+
+
+def unsynchronised():
+    return norm_net(nn.BatchNorm1d)
 
 
 def fit(folder, rounds, federation=Federation, batch_size=4, trainer=RANKS, make=module, data=None, grids=None):

@@ -82,6 +82,16 @@ def test_a_visit_is_lightnings_ddp(make, tmp_path):
     assert_same(state_of(trained), torch.load(tmp_path / "plain.pt"))
 
 
+def test_synchronised_batch_norm_has_the_statistics_of_joint_batches(federated_trainer, tmp_path):
+    def federation():
+        return Federation(local_epochs=2, batch_norm="average", seed=3)
+
+    trained, _ = fit(tmp_path, 2, federation, make=sites.synchronised)
+    _, expected = one_process(federated_trainer, federation(), 2, make=sites.unsynchronised)
+    assert_close(trained, expected)
+    assert int(trained.net[1].num_batches_tracked) == 2 * 2 * SIZES["ann"] // 8
+
+
 BREAKS = [
     ("kill", 1, "process 2 of its 2 processes ended with signal SIGKILL"),
     ("kill", 0, "process 1 of its 2 processes ended with signal SIGKILL"),
@@ -130,6 +140,7 @@ def test_a_secure_sum_has_each_site_once(federated_trainer, tmp_path):
         ({"strategy": "ddp_spawn", "plugins": []}, [lambda: None], "Define functions and classes at the top"),
         ({"strategy": "fsdp", "accelerator": "cpu"}, [], "."),
         ({}, [ClassPrototypes()], "`ClassPrototypes` works inside visits"),
+        ({"strategy": "ddp", "sync_batchnorm": True}, [], "Expected sync_batchnorm=False on CPUs"),
     ],
 )
 def test_refusals_before_training(trainer, callbacks, text, tmp_path):
