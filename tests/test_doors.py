@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import re
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
@@ -48,8 +49,9 @@ from lightning_fed import (
 )
 from lightning_fed.algorithms import FairAvg, FedAvg, FedBN, FedPer
 from lightning_fed.callbacks import FederatedProgressBar, FederatedRichProgressBar, progress_bar
-from lightning_fed.data import IID, ByGroup, Dirichlet, LazyClients
+from lightning_fed.data import IID, ByGroup, Dirichlet, LazyClients, LoaderDataModule
 from lightning_fed.errors import OptionError
+from lightning_fed.fit import checks
 from lightning_fed.fit.checks import check_processes
 from tests import models
 from tests.conftest import QUIET
@@ -147,8 +149,17 @@ REFUSED = {  # name: (Trainer arguments, federation options, makes the module, m
     "changing windows": (
         {"callbacks": [GradientAccumulationScheduler({0: 1, 2: 2})]}, {}, module, "window would span two clients",
     ),
+    "curvature of a client": (
+        {}, {"optimizer_state": "keep"}, lambda: module(optimizer=torch.optim.LBFGS), "The state of LBFGS contains",
+    ),
+    "saving inside a round": (
+        {"callbacks": [ModelCheckpoint(every_n_train_steps=1)], "enable_checkpointing": True}, {}, module,
+        "A checkpoint inside a round contains the model of the last complete round",
+    ),
     "scheduler with a frequency": ({}, {}, bad_scheduler(frequency=2), "use frequency=1 .* or interval='epoch'"),
-    "plateaus of a client": ({}, {}, bad_scheduler(monitor="train_loss"), "ReduceLROnPlateau.* or interval=.epoch."),
+    "plateaus of a client": (
+        {}, {}, bad_scheduler(monitor="train_loss", strict=False), "ReduceLROnPlateau.* or interval=.epoch.",
+    ),
 }  # fmt: skip
 if RequirementCache("lightning>=2.6"):  # earlier versions do not accept a time
     REFUSED["validation by time"] = (
@@ -178,6 +189,60 @@ def test_refused_in_setup(case, door, plain_trainer, federated_trainer):
         trainer.fit(own, datamodule=data)
     assert_same(before, state_of(own))
     assert_nothing_is_left(trainer, own, data)
+
+
+ROWS = {  # name in `REFUSED`: first words of the row in the table of unsupported settings
+    "windows over clients": "`accumulate_grad_batches`, `",
+    "windows over local epochs": "`accumulate_grad_batches` with",
+    "batches that the step fetches": "`training_step(self, dataloader_iter)`",
+    "batch size finder": "`BatchSizeFinder`",
+    "weight averaging": "`StochasticWeightAveraging`",
+    "pruning": "`ModelPruning`",
+    "changing windows": "`accumulate_grad_batches`, `",
+    "curvature of a client": "`LBFGS`",
+    "saving inside a round": "a `ModelCheckpoint`",
+    "scheduler with a frequency": "a per-step scheduler",
+    "plateaus of a client": "`ReduceLROnPlateau`",
+    "validation by time": "`val_check_interval`",
+    "averages of models of changing shapes": "`WeightAveraging` with FedMA",
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # the warnings of a plain Trainer
+@pytest.mark.parametrize("name", [name for name in ROWS if name in REFUSED])
+def test_the_table_of_unsupported_settings_is_true_for_one_client(name, plain_trainer):
+    """An allowed setting gives the weights of a plain Trainer."""
+    arguments, options, make, message = REFUSED[name]
+    (row,) = [row for row in unsupported_settings() if row.startswith(f"| {ROWS[name]}")]
+    ends = []
+    plain = {"partition": IID(1), "optimizer_state": "reset" if "method" in options else "keep", **options}
+    for federation in ([], [Federation(**plain)]):
+        own, settings = make(), copy.deepcopy(arguments)
+        callbacks = [*federation, *settings.pop("callbacks", ())]
+        trainer = plain_trainer(max_epochs=2, callbacks=callbacks, **settings)
+        try:
+            trainer.fit(own, datamodule=LoaderDataModule(DataLoader(TensorDataset(*CLIENTS["a"]), 8)))
+        except Exception as error:
+            ends.append(str(error))
+        else:
+            ends.append(state_of(own))
+    if "| allowed |" in row:
+        assert_same(*ends)
+    else:
+        assert "| refused |" in row
+        assert re.search(message, ends[1]), ends[1]
+
+
+def test_the_table_of_unsupported_settings_has_every_refused_callback():
+    rows = unsupported_settings()
+    for kind in checks._REFUSED_INSIDE:  # noqa: SLF001
+        (row,) = [row for row in rows if f"`{kind.__name__}`" in row.split(" | ")[0]]
+        assert (row.split(" | ")[1] == "refused") == (kind in checks._REFUSED)  # noqa: SLF001
+
+
+def unsupported_settings():
+    text = (Path(__file__).parents[1] / "docs/concepts.md").read_text()
+    return re.findall(r"^\| .*", text[text.index("## Unsupported settings") : text.index("## Differences from")], re.M)
 
 
 def assert_nothing_is_left(trainer, *owners):

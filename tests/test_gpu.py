@@ -144,6 +144,7 @@ def test_treatments_of_batch_norm(batch_norm):
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.skipif(not hasattr(L.pytorch.callbacks, "EMAWeightAveraging"), reason="needs Lightning 2.6")
 @pytest.mark.parametrize("device", [None, "cuda"])
 def test_averages_of_weights(device):
     """The average is on the CPU (Lightning's default) or on the GPU."""
