@@ -72,18 +72,18 @@ class LoaderClients(Population):
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, Sized):
             return _drawn_samples(loader, len(dataset))
-        has_length = isinstance(loader, Sized)
-        if has_length and dataset is None:
+        if isinstance(loader, Sized) and dataset is None:
             if client not in self._counted:
                 self._counted[client] = sum(map(_checked_length, loader))
             return self._counted[client]
         batch_size = getattr(loader, "batch_size", None)
-        if dataset is not None and self.local_steps is not None and batch_size is not None:
+        if self.local_steps is not None and batch_size is not None:
             return self.local_steps * int(batch_size)
         raise ValueError(
             f"Expected the loader of client {client!r} to have a data set with a length, because averages are "
-            "weighted by the number of examples: define `__len__` on the data set, or set `local_steps` (and a batch "
-            "size), so that the examples of a visit are counted."
+            "weighted by the number of examples: define `__len__` on the data set (or on a loader without a data set), "
+            "or set `local_steps` (and an attribute `batch_size` of the loader), so that the examples of a visit are "
+            "counted."
         )
 
     def _loader(self, client: Client) -> Any:

@@ -135,7 +135,7 @@ def test_a_stream_counts_as_the_examples_of_a_visit():
     population = LoaderClients({"a": DataLoader(Stream(), 2), "b": DataLoader(Stream(), batch_size=None)})
     population.local_steps = 7
     assert population.num_samples("a") == 14
-    with pytest.raises(ValueError, match=r"'b' to have .* or set `local_steps` \(and a batch size\)"):
+    with pytest.raises(ValueError, match=r"'b' to have .* or set `local_steps` \(and an attribute `batch_size`"):
         population.num_samples("b")
 
 
@@ -146,6 +146,57 @@ class Endless(IterableDataset):
     def __iter__(self):
         for index in itertools.count():
             yield tuple(tensor[index % len(tensor)] for tensor in self.tensors)
+
+
+class Cycle:
+    """Endless batches without a data set or a length, as in gluonts."""
+
+    batch_size = 8
+
+    def __init__(self, dataset):
+        self.batches = DataLoader(dataset, self.batch_size)
+
+    def __iter__(self):
+        return itertools.cycle(self.batches)
+
+
+class Episodes:
+    """Draws batches for few-shot learning, without a length."""
+
+    def __iter__(self):
+        for _ in range(2):
+            yield torch.randperm(24)[:6].tolist()
+
+
+LENGTHLESS = {
+    "endless batches": Cycle,
+    "episodes": lambda dataset: DataLoader(dataset, batch_sampler=Episodes()),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHLESS)
+def test_loaders_without_a_length_need_local_steps(name, either_trainer):
+    """The federation's visits equal plain steps over the same batches."""
+    clients = models.as_datasets(models.vectors({"a": 24, "b": 24}))
+    loaders = FederatedDataModule({client: LENGTHLESS[name](dataset) for client, dataset in clients.items()})
+    with pytest.raises(Exception, match="set `local_steps`"):
+        either_trainer(1).fit(models.Module(models.mlp()), datamodule=loaders)
+    own, recorder = models.Module(models.mlp(), models.momentum), Recorder()
+    trainer = either_trainer(1, local_steps=5, callbacks=[recorder])
+    trainer.fit(own, datamodule=loaders)
+    sums = {}
+    for visit in recorder.visits:
+        assert len(visit.batches) == 5
+        plain = models.Module(models.mlp(), models.momentum)
+        optimizer = plain.configure_optimizers()
+        for inputs, targets in visit.batches:
+            optimizer.zero_grad()
+            plain.loss(plain(inputs), targets).backward()
+            optimizer.step()
+        for entry, value in plain.state_dict().items():
+            sums[entry] = sums.get(entry, 0) + value.double() / 2
+    for entry, value in state_of(own).items():
+        torch.testing.assert_close(value.double(), sums[entry], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("rule", ["fedavg", "scaffold"])
