@@ -143,11 +143,9 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
     if fit.batch_norm.is_measured and not fit.is_remote:
         state, reports = local.global_state(), dict(measured)
         for client in server.report.received:
-            served_state = server.rule.model_of(client)
             statistics = own_statistics(reports.get(client, {}))  # empty if the client cannot measure
-            store_statistics(
-                local, client, server.report.round, statistics, state if served_state is None else served_state
-            )
+            served_state = server.rule.model_of(client) or state
+            store_statistics(local, client, server.report.round, statistics, served_state)
     return shift, None
 
 
@@ -158,8 +156,7 @@ def _collect_reports(
     state = local.global_state()
 
     def send(visit: Visit) -> Broadcast:
-        served_state = server.rule.model_of(visit.client)
-        broadcast = Broadcast(visit.round, state if served_state is None else served_state)
+        broadcast = Broadcast(visit.round, server.rule.model_of(visit.client) or state)
         server.sent(visit.client, broadcast)
         return broadcast
 

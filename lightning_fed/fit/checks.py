@@ -159,16 +159,15 @@ def validate_after_rounds(
     if not num_batches or (every is not None and interval > num_batches):  # Lightning raises an error
         return
     rounds = known.setdefault(interval, every or max(1, interval // num_batches))
-    for name, value in {"val_check_interval": 1.0, "check_val_every_n_epoch": rounds}.items():
-        revert(setattr, trainer, name, getattr(trainer, name))
-        setattr(trainer, name, value)
+    revert(setattr, trainer, "val_check_interval", interval)
+    revert(setattr, trainer, "check_val_every_n_epoch", every)
+    trainer.val_check_interval, trainer.check_val_every_n_epoch = 1.0, rounds
     if trainer.is_global_zero:
         _log.info(
-            "val_check_interval=%r: validation follows every %d. round, because inside a round (%d batches) the module "
-            "contains the model of one client.",
+            "val_check_interval=%r: validation follows every %d. round, because inside a round the module contains "
+            "the model of one client.",
             interval,
             rounds,
-            num_batches,
         )
 
 

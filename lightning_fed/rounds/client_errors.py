@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.console import round_number
@@ -50,9 +49,7 @@ def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
     return note
 
 
-def check_changes(
-    module: L.LightningModule, planned: PlannedVisit, received: State, state: State, may_be_equal: bool
-) -> None:
+def check_changes(module: object, planned: PlannedVisit, received: State, state: State, may_be_equal: bool) -> None:
     """Refuses a module without an optimizer if a visit changes no shared entry, or the shape of an entry."""
     resized = [name for name, value in state.items() if name in received and value.shape != received[name].shape]
     if not resized and (may_be_equal or len(identical_entries(received, state)) < len(state)):

@@ -239,8 +239,7 @@ def _counting(fit: FederatedFit) -> Iterator[Answers]:
 
 def _shared(fit: FederatedFit, client: Client, state: State) -> State:
     # With most rules, the global model.
-    served_state = fit.server.rule.model_of(client)
-    return state if served_state is None else served_state
+    return fit.server.rule.model_of(client) or state
 
 
 def _log_strangers(fit: FederatedFit, clients: Sequence[Client], has_personal: bool) -> None:
