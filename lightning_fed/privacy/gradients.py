@@ -26,7 +26,7 @@ from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.model.entries import BatchNorm
 from lightning_fed.privacy.root_logger import root_logger_as_it_was
 
-_TRIED = 8  # examples per check: enough for losses that mix some examples, and cheap compared with a visit
+_TRIED = 4  # examples per check: enough for losses that mix some examples, and cheap compared with a visit
 _ATTEMPTS = 3  # a rounding error above the tolerance disappears at other weights; dependence on other examples remains
 _CONVOLUTIONS: dict[type, Any] = {
     nn.Conv1d: nn_grad.conv1d_weight,
@@ -269,7 +269,7 @@ def clipped_sum(
 def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gradients: ExampleGradients) -> None:
     """Compares the per-example gradients in a batch with gradients from batches with one example.
 
-    Up to eight examples of the batch are used. Gradients differ if the loss is not a mean over examples (Dice over a
+    Up to four examples of the batch are used. Gradients differ if the loss is not a mean over examples (Dice over a
     batch, contrastive losses, ignored pixels), or if a layer is used in an unsupported way. Dropout is disabled. If
     ``training_step`` draws random numbers other than dropout, no comparison is possible. After a failed comparison the
     weights change randomly by 10 %, and the check raises an error after three failures. Finally the module is restored.

@@ -58,9 +58,10 @@ class NormalStream:
     def _fill(self) -> None:
         self._cipher.update_into(self._zeros, self._data)
         high, low = self._words.bitwise_and_(2**31 - 1).to(self._dtype)
-        uniform = low.add_(0.5).mul_(2.0**-31).add_(high).mul_(2.0**-31)  # in (0, 1], with full precision near 0
-        angle, cosines_sines = uniform[1].mul_(2 * math.pi), self._numbers.view(2, -1)
-        torch.cos(angle, out=cosines_sines[0])
+        # Uniform in (0, 2**31], with full precision near 0; multiplying by powers of two is exact.
+        uniform, angle = high.add_(low.add_(0.5), alpha=2.0**-31)
+        cosines_sines = self._numbers.view(2, -1)
+        torch.cos(angle.mul_(2 * math.pi * 2.0**-31), out=cosines_sines[0])
         torch.sin(angle, out=cosines_sines[1])
-        cosines_sines *= uniform[0].log_().mul_(-2).sqrt_()
+        cosines_sines *= uniform.mul_(2.0**-31).log_().mul_(-2).sqrt_()
         self._used = 0
