@@ -73,7 +73,6 @@ def describe_method(name: str) -> str:
             mu=0.01, row_weighting='global'
         <BLANKLINE>
     """
-    import lightning_fed.recipe  # noqa: F401 - registers all methods
     from lightning_fed.method import build_method, find_method, list_options
 
     method_class = find_method(name)

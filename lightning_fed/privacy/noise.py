@@ -58,7 +58,7 @@ class NormalStream:
     def _fill(self) -> None:
         self._cipher.update_into(self._zeros, self._data)
         high, low = self._words.bitwise_and_(2**31 - 1).to(self._dtype)
-        # Uniform in (0, 2**31], with full precision near 0; multiplying by powers of two is exact.
+        # Uniform in (0, 2**31], with full precision near 0. Multiplying by 2**-31 is exact.
         uniform, angle = high.add_(low.add_(0.5), alpha=2.0**-31)
         cosines_sines = self._numbers.view(2, -1)
         torch.cos(angle.mul_(2 * math.pi * 2.0**-31), out=cosines_sines[0])
