@@ -184,7 +184,7 @@ class RehearsalTransport(Transport):
         released: set[int],
     ) -> None:
         super().__init__(deadline, max(0.1, deadline.seconds / 2000), key)
-        self._world, self._server, self._sites, self._check = world, server, sites, check
+        self._world, self.server, self._sites, self._check = world, server, sites, check
         self._limit = deadline
         self._slack, self._valid = self._poll * 2 + _TICK, deadline.seconds + 3600
         self.messages: dict[str, Message] = {}
@@ -256,7 +256,7 @@ class RehearsalTransport(Transport):
     ) -> Iterator[tuple[Client, Answer]]:
         """Calls :meth:`Transport.ask`. Checks byte counts, and each answer or reason for a missing answer."""
         start = turn = self._world.now
-        self._server.set_fuse(self._limit.seconds)
+        self.server.set_fuse(self._limit.seconds)
         before, due = self.late, sum(message.is_late(start, self._valid) for message in self.messages.values())
         for client, answer in super().ask(kind, packets, round, again):
             now = self._world.now
@@ -292,7 +292,7 @@ class RehearsalTransport(Transport):
         self, messages: dict[Client, Any], again: Callable[[Client], Packet], seconds: float
     ) -> tuple[Client, Answer] | None:
         turn, ends = self._world.now, {client: one.sent_at + self._limit.seconds for client, one in messages.items()}
-        self._server.set_fuse(seconds)
+        self.server.set_fuse(seconds)
         arrival = super().await_any(messages, again, seconds)
         if arrival is not None:
             client, answer = arrival

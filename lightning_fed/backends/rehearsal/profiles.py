@@ -42,6 +42,7 @@ class Profile:
     cut: float = 0.0
     bad: float = 0.0
     disk_faults: float = 0.0
+    write_cache: float = 0.0
     policy: str = ""
 
     def __post_init__(self) -> None:
@@ -49,7 +50,7 @@ class Profile:
             (check_count, ("batches",)),
             (check_positive, ("seconds_per_step", "bandwidth", "outage", "downtime")),
             (check_nonnegative, ("latency", "restarts", "clock_jumps", "disk_faults")),
-            (check_share, ("loss", "delay", "duplicate", "cut", "bad")),
+            (check_share, ("loss", "delay", "duplicate", "cut", "bad", "write_cache")),
         ):
             for name in names:
                 check(name, getattr(self, name))

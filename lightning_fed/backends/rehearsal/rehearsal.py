@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import tempfile
 from collections import Counter
@@ -135,6 +136,8 @@ class _Run:
         self.key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"rehearsal").digest())
         self.left: dict[str, list[tuple[float, Message, Packet]]] = {str(client): [] for client in plan.sites.sites}
         self.sites = {client: self._build_site(client, model_bytes) for client in plan.sites.sites}
+        self.steps: dict[str, set[str]] = {name: set() for name in self.left}  # of a secure sum, with the current keys
+        self.has_masks = plan.federation().server.chain.reveals == "sum"
         self.released: set[int] = set()  # hashes of the models that clients received
         self.transport: RehearsalTransport
 
@@ -191,9 +194,9 @@ class _Run:
         for client, reason in report.failed.items():
             outcome.excluded[client, reason] += 1
             is_kept = "stored state" not in reason and "lost its state" not in reason
+            is_lost = self.sites[client].machine.lost or self.server.lost[self.server.folder / "last.ckpt"] > 1
             self.check(
-                is_kept or self.sites[client].machine.has_lost_files or self.server.has_lost_files,
-                f"round {round + 1}: {client!r} has no state, although no disk lost a file: {reason}",
+                is_kept or bool(is_lost), f"round {round + 1}: {client!r} has no state, but no disk lost it: {reason}"
             )
         outcome.visits[round] = RoundResult(list(report.received), dict(report.failed), model, is_new)
         results = self.transport.results.pop(-1 if federation.server.rule.has_versions else round, {})
@@ -229,7 +232,16 @@ class _Run:
         return Site(self.world, machine, make_runner, self._inspect)
 
     def _inspect(self, site: Site, message: Message, reply: Packet) -> None:
-        self.left[site.machine.name].append((self.world.time(), message, reply))
+        name, content = site.machine.name, json.loads(reply.text)
+        self.left[name].append((self.world.time(), message, reply))
+        if not self.has_masks or content["kind"] not in ("sum", "update"):
+            return
+        step = content["header"].get("stage", "update")
+        if step == "keys":
+            self.steps[name] = set()
+        is_new = step not in self.steps[name]
+        self.check(is_new, f"{name} uses its keys twice for the step {step!r} of a secure sum ({message.name})")
+        self.steps[name].add(step)
 
     def _check_models(self) -> None:
         """Compares every global model with a model trained in one process by the same clients."""

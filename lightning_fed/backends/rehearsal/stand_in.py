@@ -76,7 +76,7 @@ class RehearsedRunner(ClientRunner):
         callbacks: list[L.Callback],
     ) -> None:
         super().__init__(federation, model, data, trainer, store=store, callbacks=callbacks)
-        self._machine, self._model_bytes, self._trains = machine, model_bytes, trains
+        self.machine, self._model_bytes, self._trains = machine, model_bytes, trains
         self._order: tuple[str, TrainRequest]
 
     def _carry_out(self, kind: str, train_request: TrainRequest, *rest: Any) -> Packet:
@@ -84,12 +84,12 @@ class RehearsedRunner(ClientRunner):
         return super()._carry_out(kind, train_request, *rest)
 
     def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:
-        profile, (kind, train_request) = self._machine.profile, self._order
+        profile, (kind, train_request) = self.machine.profile, self._order
         per_epoch = remote.population.batches_per_epoch(train_request.visit.client) or profile.batches
         batches = count_visit_batches(train_request.visit, per_epoch) if kind == VISIT else per_epoch
-        self._machine.work(profile.seconds_per_step * batches)
+        self.machine.work(profile.seconds_per_step * batches)
         if MEMORY * self._model_bytes > profile.memory * 1e9:
-            self._machine.end("needs more memory than the machine has")
+            self.machine.end("needs more memory than the machine has")
         if self._trains:
             return super()._fit(remote, run, round, datamodule)
         fit = _StandInFit(self._module, self._federation, FolderStore(self._store / run, keep_all=True))

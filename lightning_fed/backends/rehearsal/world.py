@@ -8,9 +8,10 @@ import logging
 import math
 import os
 import random
-import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -37,11 +38,22 @@ class Killed(BaseException):
     """Raised to end the process of a simulated machine. ``except Exception`` does not catch this class."""
 
 
+@dataclass
+class _Change:
+    """A replaced, renamed or deleted file: time, inode of the folder, path, and earlier content (``None``: no file)."""
+
+    time: float
+    folder: int
+    path: Path
+    earlier: bytes | None
+    is_synced: bool = False
+
+
 class Machine:
     """A simulated machine with a process, a disk, a clock and a connection.
 
     ``starts`` is the number of process starts. ``is_dead`` is true while exception handlers still run in an ended
-    process, and ``has_lost_files`` after a power failure with unsynchronised changes.
+    process. ``lost`` counts the changes of each file, undone by one loss of power (the largest number).
     """
 
     def __init__(self, name: str, profile: Profile, folder: Path, world: World) -> None:
@@ -50,8 +62,8 @@ class Machine:
         self.starts, self.is_up, self.skew = 1, True, profile.clock_skew
         self._began_at, self._ended_at = {1: world.now}, dict[int, float]()  # by start number
         self.synced: dict[int, int] = {}  # durable bytes by inode
-        self.has_lost_files = False
-        self._renames: list[tuple[float, Path, bytes | None]] = []  # not durable: time, target, and earlier content
+        self.lost = Counter[Path]()
+        self._changes: list[_Change] = []
         self.fuse: int | None = None  # file operations until a fault
         self.is_fuse_deadly = self.is_dead = False
         self.next_kill = self._draw(DAY / profile.restarts) if profile.restarts else math.inf
@@ -140,16 +152,18 @@ class Machine:
         if name == "fsync":
             status = os.fstat(args[0])
             self.synced[status.st_ino] = status.st_size
-            if stat.S_ISDIR(status.st_mode):
-                self._renames = [one for one in self._renames if one[1].parent.stat().st_ino != status.st_ino]
+            for change in self._changes:
+                change.is_synced = change.is_synced or change.folder == status.st_ino
             return None  # no rehearsal needs a durable file
-        if name == "replace":
-            target = Path(args[1])
-            earlier = target.read_bytes() if target.exists() else None
-            self._renames.append((self._world.monotonic(), target, earlier))
-        for path in args[-1:] if name in ("replace", "rename", "unlink") else ():
+        if name in ("replace", "rename", "unlink"):
+            time = self._world.monotonic()
+            self._changes = [change for change in self._changes if time - change.time < _WRITE_BACK]
+            for path in () if options else map(Path, args):
+                earlier = path.read_bytes() if path.is_file() else None
+                if earlier is not None or name != "unlink":
+                    self._changes.append(_Change(time, path.parent.stat().st_ino, path, earlier))
             with suppress(OSError):
-                self.synced.pop(os.stat(path, **options).st_ino, None)  # the file system may use the inode again
+                self.synced.pop(os.stat(args[-1], **options).st_ino, None)  # the file system may use the inode again
         return operation(*args, **options)
 
     def _fail(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -160,7 +174,8 @@ class Machine:
         if not self.is_fuse_deadly:
             raise OSError(errno.ENOSPC, "No space left on device")
         if name in ("replace", "unlink") and self.random.random() < 0.5:
-            operation(*args, **options)
+            with suppress(FileNotFoundError):
+                operation(*args, **options)
         self.end("")
 
     def set_fuse(self, seconds: float) -> None:
@@ -172,15 +187,19 @@ class Machine:
         return used * self._world.scale > self.profile.disk * 1e9
 
     def _lose_bytes(self) -> None:
-        """Simulates a power failure: undoes renames in unsynchronised folders, and truncates unsynchronised files."""
-        for time, target, earlier in reversed(self._renames):
-            if self._world.now - time < _WRITE_BACK and target.exists():
-                self.has_lost_files = True
-                target.unlink()
-                if earlier is not None:
-                    target.write_bytes(earlier)
-                    self.keep(target)
-        self._renames.clear()
+        """Simulates a power failure: undoes recent changes to files, and truncates unsynchronised files."""
+        profile, undone = self.profile, Counter[Path]()
+        is_cache_lost = profile.write_cache > 0 and self.random.random() < profile.write_cache
+        for change in reversed(self._changes):
+            is_lost = is_cache_lost or not change.is_synced
+            if is_lost and self._world.now - change.time < _WRITE_BACK and change.path.parent.is_dir():
+                change.path.unlink(missing_ok=True)
+                if change.earlier is not None:
+                    change.path.write_bytes(change.earlier)
+                    self.keep(change.path)
+                undone[change.path] += 1
+        self._changes.clear()
+        self.lost |= undone
         for path in self.folder.rglob("*"):
             if path.is_file() and not path.is_symlink():
                 status = path.stat()

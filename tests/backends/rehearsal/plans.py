@@ -44,10 +44,14 @@ def build_plans():
 
     quorum = Deadline(600, min_clients=2, rest=30.0, reconnect=20.0)
     quiet = replace(ROUGH, restarts=5.0, disk_faults=30.0, bad=0.0, cut=0.0, loss=0.01)
+    unsafe = replace(quiet, seconds_per_step=3.0, restarts=100.0, write_cache=0.5, loss=0.1)
+    unsafe_server = Profile(restarts=500.0, downtime=10.0, write_cache=0.9)
     plans = {
         "rough": Plan(build_sites(), federation(), 6),
         "subset": Plan(build_sites(count=5), federation(clients_per_round=2, method="fedavgm"), 6),
-        "quorum": Plan(build_sites(deadline=quorum), federation(), 6),
+        "quorum": Plan(
+            build_sites(deadline=quorum), federation(faults=Faults(min_clients=3, max_failed_rounds=None)), 6
+        ),
         "asynchronous": Plan(build_sites(), federation(method=FedBuff(2)), 8),
         "late": Plan(
             build_sites(count=5, deadline=Deadline(90, reconnect=20.0)),
@@ -56,6 +60,7 @@ def build_plans():
         ),
         "policy": Plan(build_sites(replace(quiet, policy=POLICY)), federation(), 8),
         "restarts": Plan(build_sites(quiet, server=Profile(restarts=600.0, downtime=30.0)), federation(), 6),
+        "write cache": Plan(build_sites(unsafe, count=5, server=unsafe_server), federation(clients_per_round=2), 8),
         "secure sum": Plan(build_sites(quiet), federation(steps=[MaxSamples(40), SecureSum(5.0)]), 4),
     }
     if find_spec("dp_accounting"):

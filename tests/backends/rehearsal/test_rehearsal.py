@@ -1,6 +1,7 @@
 """A deployment in virtual time: exact times and bytes, equal logs for equal seeds, and invariants that find bugs."""
 
 import copy
+import json
 import math
 
 import pytest
@@ -15,8 +16,10 @@ from lightning_fed.backends.wire import transport
 from lightning_fed.backends.wire.answer_file import AnswerFile
 from lightning_fed.backends.wire.packets import Packet
 from lightning_fed.backends.wire.remote_client_store import RemoteClientStore
+from lightning_fed.backends.wire.secure_sum_client import ClientSum
 from lightning_fed.backends.wire.transport import Deadline, Transport
 from lightning_fed.client.client_store import FolderStore
+from lightning_fed.errors import ClientFault
 from tests import models
 from tests.backends.rehearsal.plans import build_plans, build_sites
 from tests.recorders import assert_same
@@ -88,12 +91,27 @@ def read_any_answer(self):
     return Packet(text.decode(), data)
 
 
+def read_secrets(self, round, stage):
+    """Reads a step's secrets without deleting the file."""
+    path = self._folder / f"{round}-{stage}.json"
+    if not path.exists():
+        raise ClientFault("it has no secrets")
+    return json.loads(path.read_text())
+
+
+def need_newest(self, client):
+    return self._checkpoints[-1].get(client, -1) + 1
+
+
 BUGS = {
     "the kept state is forgotten": ("rough", RemoteClientStore, "kept", lambda self, client: -1),
     "an old answer is sent again": ("rough", AnswerFile, "read", read_any_answer),
     "a lost connection is not noticed": ("rough", Transport, "_miss", lambda self, *args: None),
     "a state is not deleted": ("rough", FolderStore, "prune", lambda self, client, round: None),
     "answers wait in memory": ("quorum", transport, "put_aside", lambda answer: lambda: answer),
+    "a failed round is not undone": ("quorum", RemoteClientStore, "commit", lambda self, *args: None),
+    "keys are used twice": ("secure sum", ClientSum, "_take", read_secrets),
+    "the earlier checkpoint's states are deleted": ("write cache", RemoteClientStore, "needed", need_newest),
     "answers are not recorded": ("policy", SiteGate, "_append", lambda self, *args: None),
 }
 
