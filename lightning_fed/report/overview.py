@@ -24,7 +24,7 @@ def write_overview(folder: Path, title: str, text: str) -> Path:
         True
     """
     page = folder / "overview.html"
-    parts = [(is_table, [read_cells(line) if is_table else line for line in lines])
+    parts = [(is_table, [read_cells(line) if is_table else line.replace("`", "") for line in lines])
              for is_table, lines in split_tables(text)]  # fmt: skip
     reports = sorted(folder.glob("runs/*/report.html"))
     content = render_template(

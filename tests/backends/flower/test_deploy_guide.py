@@ -133,9 +133,8 @@ def follow(shell):
 
 def test_the_guide_and_a_stranger(tmp_path):
     skip_if_taken(9092, 8000)
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "synthetic.yaml").write_text(RECIPE.replace("ROUNDS", "3"))
-    status, said = Shell(tmp_path).run("lightning-fed fit -c recipes/synthetic.yaml")
+    (tmp_path / "synthetic.yaml").write_text(RECIPE.replace("ROUNDS", "3"))
+    status, said = Shell(tmp_path).run("lightning-fed fit -c synthetic.yaml")
     assert status == 0, said
     (tmp_path / "checkpoints").rename(tmp_path / "one-process")
     with Shell(tmp_path) as shell:
