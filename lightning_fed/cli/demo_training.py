@@ -97,7 +97,7 @@ def run_demo(
             lr=0.002,
         )
         table, evaluation = RoundCurve(_say_round), ClientEvaluation(clients="round")
-        logger = TensorBoardLogger(out, name="")
+        logger = TensorBoardLogger(out, name="", default_hp_metric=False)
         trainer = FederatedTrainer(
             max_rounds=rounds,
             clients_per_round=clients_per_round,
