@@ -412,7 +412,7 @@ def test_fit_validate_and_predict(tmp_path, capsys):
     events = EventAccumulator(str(run)).Reload()
     scores = events.Scalars("val_miou")
     assert [score.step for score in scores] == [1, 3]  # the last batch of each round, two batches per round
-    assert [event.step for event in events.Scalars("comm/up_bytes")] == [1, 3]
+    assert [event.step for event in events.Scalars("fed/drift")] == [1, 3]
     assert {(event.step, event.value) for event in events.Scalars("epoch")} == {(1, 0), (3, 1)}
     assert len(events.Images("segmentation/input_truth_prediction")) == 1
 
