@@ -17,10 +17,12 @@ from typing import Any
 import appearance
 import batch_norm_decision
 import fedfusion
+import fedmargin
 import hospitals
 import label_skew
 import merging
 import unpaired
+from common import without_columns
 
 RESULTS = Path(__file__).with_name("results")
 SECTION = re.compile(r"<!-- (?P<name>[^/].*?) -->(?P<text>.*?)<!-- /(?P=name) -->", re.S)
@@ -67,6 +69,18 @@ def of_fedfusion(study: str) -> list[list[str]]:
     return [line[2:-2].split(" | ") for part in tables for line in part.splitlines()[2:]]
 
 
+def of_letters(study: str) -> list[list[str]]:
+    order = ["central", *fedmargin.PAPER_METHODS]
+    results = [{"monitor": "val_acc", "mode": "max", **run} for runs in read_runs(study).values() for run in runs]
+    for run in results:  # times are stored with the last round
+        run["rounds"] = [{"seconds": 0, "cpu_seconds": 0, **values} for values in run["rounds"]]
+    results.sort(key=lambda run: order.index(run["method"]))
+    letters = fedmargin.STUDIES["letters"]
+    tables = without_columns(fedmargin.markdown(results, last=letters.last), "wall s").split("\n\n")[:1]
+    tables.append(fedmargin.compare_pairs(results, letters, "val_acc", letters.last).split("\n\n")[0])
+    return [line[2:-2].split(" | ") for part in tables for line in part.splitlines()[2:]]
+
+
 TABLES: dict[str, tuple[str, Callable[[str], list[list[str]]]]] = {
     "hospitals-measured": ("hospitals", of_hospitals),
     "hospitals-deeplab-measured": ("hospitals-deeplab", of_hospitals),
@@ -76,6 +90,7 @@ TABLES: dict[str, tuple[str, Callable[[str], list[list[str]]]]] = {
     "batch_norm_decision": ("batch_norm_decision", of_settings(batch_norm_decision.rows_of)),
     "label_skew": ("label_skew", of_settings(label_skew.rows_of)),
     "fedfusion-cifar10_classes-ten-seeds": ("fedfusion-cifar10_classes", of_fedfusion),
+    "fedmargin-letters": ("fedmargin-letters", of_letters),
     "merging": ("merging", of_merging),
     "unpaired": ("", lambda _: unpaired.rows()),  # from other tables
 }

@@ -1,4 +1,4 @@
-"""Standard errors of means over clients equal a direct computation from the scores of the raw cases."""
+"""Standard errors of means over clients equal a direct computation from raw scores."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ class Scored(models.Module):
 
 
 def scores_of(module, inputs, labels):
-    """Scores of single cases, in plain PyTorch."""
+    """Scores by case, in plain PyTorch."""
     with torch.no_grad():
         outputs = module.net.eval()(inputs)
     hits = outputs.topk(2, dim=1).indices == labels[:, None]
