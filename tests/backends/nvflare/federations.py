@@ -13,12 +13,11 @@ from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import MaxSamples
 from tests import models
 from tests.backends.flower.halves import clients_of
-from tests.study.sites import MANY, SECURED, Net, cases
+from tests.study.sites import Net, cases
 
 SIZES = {"site-1": 33, "site-2": 20}
 RANKS = "two processes per site"
 STUDY = {"study: fedavg": "fedavg", "study: local": "local"}  # with the name of the model
-STUDY_SITES = [f"site-{place}" for place in range(1, 6)]  # a secure sum needs five sites
 
 FEDERATIONS = {
     "fedavg": lambda: Federation(local_epochs=2, seed=3),
@@ -32,13 +31,8 @@ FEDERATIONS = {
 
 
 def study_federation(model):
-    """Under a secure sum. The local models stay at the sites."""
-    personal = ["*"] if model == "local" else ()
-    return Federation("fedavg", personal=personal, steps=[MaxSamples(40), SecureSum(5.0)], seed=3)
-
-
-def sites_of(case):
-    return STUDY_SITES if case in STUDY else [*SIZES]
+    """The local models stay at the sites."""
+    return Federation("fedavg", personal=["*"] if model == "local" else (), seed=3)
 
 
 def study_module():
@@ -50,8 +44,8 @@ def study_module():
 
 
 def study_data(*sites):
-    names = dict(zip(STUDY_SITES, SECURED, strict=True))
-    chosen = {split: {site: cases(split, MANY)[names[site]] for site in sites} for split in ("train", "val", "test")}
+    data = {split: dict(zip(SIZES, cases(split).values(), strict=False)) for split in ("train", "val", "test")}
+    chosen = {split: {site: parts[site] for site in sites} for split, parts in data.items()}
     return FederatedDataModule(chosen["train"], val=chosen["val"], test=chosen["test"], batch_size=8)
 
 
