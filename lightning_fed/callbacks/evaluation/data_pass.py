@@ -84,7 +84,7 @@ def evaluate_data(
     """
     limit = limit_of(trainer, stage) if limit is None else limit
     # Processes with shared data synchronise metrics, because a process may have no batches.
-    change = compute_measured if pool is None else _compute_as_usual
+    change = compute_measured if pool is None else lambda metric, compute: compute()
     report, logged, loaders = EvaluationReport(), LoggedValues(), split_loaders(data)
 
     running: list[Metric] = []  # values computed in the current step
@@ -386,10 +386,6 @@ def compute_states(
             if report.stays:  # a metric can depend on a withheld metric
                 values[client] = {key: value for key, value in computed.items() if not math.isnan(value)}
     return values
-
-
-def _compute_as_usual(metric: Metric, call: Callable[[], Any]) -> Any:
-    return call()
 
 
 def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:

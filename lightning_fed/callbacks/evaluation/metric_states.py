@@ -436,16 +436,12 @@ def check_state(metric: Metric, state: MetricState) -> None:
 
 def share_of_cases(metric: Metric | None, state: MetricState | None, cases: int) -> float | None:
     """Share of correct cases, from the state of an accuracy; ``None`` if the state does not count every case once."""
-    if state is None:
+    is_binary = isinstance(metric, BinaryAccuracy)
+    if state is None or not (is_binary or (isinstance(metric, MulticlassAccuracy) and metric.average == "micro")):
         return None
-    if isinstance(metric, BinaryAccuracy):
-        right, wrong = ("tp", "tn"), ("fp", "fn")
-    elif isinstance(metric, MulticlassAccuracy) and metric.average == "micro":
-        right, wrong = ("tp",), ("fn",)
-    else:
-        return None
-    hits, misses = (sum(int(state.values[name].sum()) for name in names) for names in (right, wrong))
-    return hits / cases if hits + misses == cases else None
+    names = ("tp", "tn", "fp", "fn") if is_binary else ("tp", "fn")
+    counts = [int(state.values[name].sum()) for name in names]
+    return sum(counts[: len(counts) // 2]) / cases if sum(counts) == cases else None
 
 
 def support_of(metric: Metric) -> Tensor | None:

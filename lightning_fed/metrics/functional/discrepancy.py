@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_option, check_positive
-from lightning_fed.metrics.functional import distances
+from lightning_fed.metrics.functional.distances import blocks_of, center, squared_distances
 from lightning_fed.numerics.precision import float64_device
 
 Estimator = Literal["biased", "unbiased"]
@@ -69,7 +69,7 @@ def maximum_mean_discrepancy(
     features, reference = (samples.to(float64_device(samples.device)) for samples in (features, reference))
     sigma = _sigma(features, reference, bandwidth)
     factor = -0.5 / sigma**2
-    shift = distances.center(reference)
+    shift = center(reference)
     m, n = len(features), len(reference)
     within = 0.0
     for samples, count in ((features, m), (reference, n)):
@@ -160,7 +160,7 @@ def median_distance(samples: Tensor) -> float:
     _check_samples(samples, samples, 2)
     samples = samples.to(float64_device(samples.device))
     pairs = len(samples) * (len(samples) - 1) // 2
-    shift = distances.center(samples)
+    shift = center(samples)
     middle = [(pairs - 1) // 2, pairs // 2]
     leading = _bit_counts(samples, shift, None).cumsum(0)
     heads = [int(torch.searchsorted(leading, rank, right=True)) for rank in middle]
@@ -207,18 +207,18 @@ def _kernel_sum(blocks: Iterator[Tensor], factor: float) -> float:
 
 
 def _pair_distances(samples: Tensor, shift: Tensor) -> Iterator[Tensor]:
-    chunks = torch.split(samples, distances.CHUNK)
+    chunks = blocks_of(samples)
     for index, chunk in enumerate(chunks):
-        block = distances.squared_distances(chunk, chunk, shift)
+        block = squared_distances(chunk, chunk, shift)
         yield block[torch.ones_like(block, dtype=torch.bool).triu(1)]
         for later_chunk in chunks[index + 1 :]:
-            yield distances.squared_distances(chunk, later_chunk, shift).flatten()
+            yield squared_distances(chunk, later_chunk, shift).flatten()
 
 
 def _cross_distances(samples: Tensor, reference: Tensor, shift: Tensor) -> Iterator[Tensor]:
-    for chunk in torch.split(samples, distances.CHUNK):
-        for reference_chunk in torch.split(reference, distances.CHUNK):
-            yield distances.squared_distances(chunk, reference_chunk, shift)
+    for chunk in blocks_of(samples):
+        for reference_chunk in blocks_of(reference):
+            yield squared_distances(chunk, reference_chunk, shift)
 
 
 def _sigma(features: Tensor, reference: Tensor, bandwidth: float | Bandwidth) -> float:

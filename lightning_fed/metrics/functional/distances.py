@@ -11,9 +11,14 @@ CHUNK = 1024
 """Number of samples per block of distances."""
 
 
+def blocks_of(samples: Tensor) -> tuple[Tensor, ...]:
+    """Splits samples into blocks of ``CHUNK`` rows."""
+    return torch.split(samples, CHUNK)
+
+
 def center(samples: Tensor) -> Tensor:
     """Mean of samples, shape ``(n, d)``, in float64."""
-    return torch.stack([to_float64(chunk).sum(0) for chunk in torch.split(samples, CHUNK)]).sum(0) / len(samples)
+    return torch.stack([to_float64(chunk).sum(0) for chunk in blocks_of(samples)]).sum(0) / len(samples)
 
 
 def squared_distances(samples: Tensor, references: Tensor, shift: Tensor) -> Tensor:

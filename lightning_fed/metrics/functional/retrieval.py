@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.metrics.functional import distances
+from lightning_fed.metrics.functional.distances import blocks_of, center, squared_distances
 from lightning_fed.numerics.precision import to_float64
 
 RetrievalMetric = Literal["cosine", "euclidean"]
@@ -76,7 +76,7 @@ def mean_average_precision_at_r(
     ranks = torch.arange(1, largest + 1, device=relevant.device)
     total = torch.zeros((), dtype=torch.float64, device=relevant.device)
     blocks = _find_hits(embeddings, labels, metric, largest)
-    for hits, depth in zip(blocks, torch.split(depths, distances.CHUNK), strict=True):
+    for hits, depth in zip(blocks, blocks_of(depths), strict=True):
         hits = hits & (ranks <= depth.unsqueeze(1))
         precisions = hits.cumsum(1).double() / ranks
         total += ((hits * precisions).sum(1) / depth.clamp_min(1)).sum()
@@ -95,16 +95,16 @@ def check_r(r: int | Literal["relevant"]) -> None:
 def _find_hits(embeddings: Tensor, labels: Tensor, metric: RetrievalMetric, k: int) -> Iterator[Tensor]:
     """Yields, for blocks of images, masks of the k nearest other images: true for an image of the same class."""
     # The mean removes a common offset, which would reduce precision.
-    shift = distances.center(embeddings if metric == "euclidean" else torch.zeros_like(embeddings[:1]))
+    shift = center(embeddings if metric == "euclidean" else torch.zeros_like(embeddings[:1]))
 
     def comparable(block: Tensor) -> Tensor:
         return F.normalize(to_float64(block), dim=1) if metric == "cosine" else to_float64(block)
 
-    blocks = [torch.split(part, distances.CHUNK) for part in (embeddings, labels)]
+    blocks = [blocks_of(part) for part in (embeddings, labels)]
     for first, (queries, classes) in enumerate(zip(*blocks, strict=True)):
         nearest = classes.new_full((len(queries), k), _LAST, dtype=torch.int32)
         for place, (images, image_classes) in enumerate(zip(*blocks, strict=True)):
-            block = distances.squared_distances(comparable(queries), comparable(images), shift)
+            block = squared_distances(comparable(queries), comparable(images), shift)
             # Non-negative floats have the same order as their bit patterns. The last bit marks relevant images, so
             # that irrelevant images come first among equally distant images.
             keys = (block.float().view(torch.int32) & ~1) | (classes[:, None] == image_classes)
