@@ -135,8 +135,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
             fault = _write_reports(fit, local, _collect_reports(fit, local, layers), names)
         if fault is not None:
             return {}, fault
-    measured = _collect_reports(fit, local, layers)
-    fault = _write_reports(fit, local, measured, names)
+    fault = _write_reports(fit, local, measured := _collect_reports(fit, local, layers), names)
     if fault is not None:
         return {}, fault
     shift = _record_shift(fit, measured, names)
@@ -144,8 +143,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
         state, reports = local.global_state(), dict(measured)
         for client in server.report.received:
             statistics = own_statistics(reports.get(client, {}))  # empty if the client cannot measure
-            served_state = server.rule.model_of(client) or state
-            store_statistics(local, client, server.report.round, statistics, served_state)
+            store_statistics(local, client, server.report.round, statistics, server.rule.model_of(client) or state)
     return shift, None
 
 

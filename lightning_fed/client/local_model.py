@@ -136,11 +136,7 @@ class LocalModel:
     def changed_server_entries(self, names: Iterable[str]) -> list[str]:
         self._find_entries()
         pairs = {name: (self.entries[name], self.server_entries[name]) for name in names if name in self.server_entries}
-        return [
-            name
-            for name, (value, server_value) in pairs.items()
-            if not torch.allclose(value, server_value, rtol=0, atol=0, equal_nan=True)
-        ]
+        return [name for name, (value, server_value) in pairs.items() if not _is_equal(value, server_value)]
 
     def load_client(
         self,

@@ -77,7 +77,7 @@ class LoaderClients(Population):
                 self._counted[client] = sum(map(_checked_length, loader))
             return self._counted[client]
         batch_size = getattr(loader, "batch_size", None)
-        if self.local_steps is not None and batch_size is not None:
+        if self.local_steps and batch_size:
             return self.local_steps * int(batch_size)
         raise ValueError(
             f"Expected the loader of client {client!r} to have a data set with a length, because averages are "
