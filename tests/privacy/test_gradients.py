@@ -54,7 +54,7 @@ def cnn():
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.GroupNorm(2, 8), nn.ReLU(inplace=True),
         nn.Conv2d(8, 8, 3, stride=2, dilation=2, groups=4), nn.ReLU(inplace=True),
-        nn.Conv2d(8, 16, (3, 5), padding=(1, 2), groups=8, bias=False), nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, (3, 5), padding=(1, 2), groups=8, bias=False), nn.MaxPool2d(2), nn.Conv2d(16, 4, 1, padding=1),
         nn.Flatten(), nn.LazyLinear(4),
     )  # fmt: skip
 
