@@ -41,8 +41,8 @@ BUGS = {
     "a fault counts as an answer": (
         "transport.py", "counts = isinstance(answer, Packet) and is_answer(answer)", "counts = True"),
     "an answer after the deadline check is dropped": (
-        "transport.py", "answer = self.pull(message.name)\n",
-        "answer = self.pull(message.name) if time.monotonic() <= end else None\n"),
+        "transport.py", "answer = self._fetch(message, again)\n                    if",
+        "answer = self._fetch(message, again) if time.monotonic() <= end else None\n                    if"),
     "answers wait in memory": (
         "transport.py", "_constant(answer) if in_turn else put_aside(answer)", "_constant(answer)"),
     "bytes of answers are not counted": (
