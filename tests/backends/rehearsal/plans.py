@@ -44,7 +44,7 @@ def build_plans():
 
     quorum = Deadline(600, min_clients=2, rest=30.0, reconnect=20.0)
     quiet = replace(ROUGH, restarts=5.0, disk_faults=30.0, bad=0.0, cut=0.0, loss=0.01)
-    unsafe = replace(quiet, seconds_per_step=3.0, restarts=200.0, write_cache=0.9, loss=0.1)
+    unsafe = replace(quiet, seconds_per_step=3.0, restarts=100.0, write_cache=0.5, loss=0.1)
     unsafe_server = Profile(restarts=500.0, downtime=10.0, write_cache=0.9)
     plans = {
         "rough": Plan(build_sites(), federation(), 6),
