@@ -154,8 +154,7 @@ class RoundLog:
         return curves
 
     def _replace(self, trainer: L.Trainer, kind: str, names: Iterable[str]) -> None:
-        new = list(names)
-        if new:
+        if new := list(names):
             stale = set(self._passing.get(kind, ())).difference(new)
             self._last = {name: value for name, value in self._last.items() if name not in stale}
             hide_metrics(trainer, stale)
@@ -187,8 +186,7 @@ class RoundLog:
 def format_bytes(number: float) -> str:
     """Formats a number of bytes in decimal units, such as ``4.0 kB``."""
     unit = min(len(_UNITS) - 1, int(math.log10(max(1, number)) / 3))
-    number /= 1000**unit
-    return f"{number:.0f} bytes" if unit == 0 else f"{number:.1f} {_UNITS[unit]}"
+    return f"{number:.0f} bytes" if unit == 0 else f"{number / 1000**unit:.1f} {_UNITS[unit]}"
 
 
 def describe_end(
@@ -238,8 +236,7 @@ def files_of(trainer: L.Trainer) -> dict[str, str]:
             epoch = re.search(r"epoch=(\d+)", Path(saver.best_model_path).name)  # Lightning's default name
             after = f" after round {round_number(int(epoch[1]))}" if epoch else ""
             rows[f"best {saver.monitor}"] = f"{float(saver.best_model_score):.4g}{after}, {saver.best_model_path}"
-    newest = last_checkpoint(trainer)
-    if newest is not None:
+    if newest := last_checkpoint(trainer):
         rows["newest checkpoint"] = newest
     if trainer.log_dir is not None and trainer.loggers:
         rows["logs"] = trainer.log_dir

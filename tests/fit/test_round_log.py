@@ -166,7 +166,8 @@ def test_a_fit_resumed_inside_a_round_logs_at_the_same_positions(steps, tmp_path
 
 def test_byte_counts_beyond_float32_are_exact(tmp_path):
     made = trainer(tmp_path, "a", rounds=1)
-    made.federation.round_log.load_state_dict({"up_bytes": 2**24, "down_bytes": 0, "last": {}, "passing": {}})
+    empty = {"last": {}, "first_counts": {}, "passing": {}}
+    made.federation.round_log.load_state_dict({"up_bytes": 2**24, "down_bytes": 0, **empty})
     book = made.federation.round_log
     book.put(made, 0, {"comm/total_up_bytes": 2**24 + 1})
     assert made.callback_metrics["comm/total_up_bytes"].item() == 2**24 + 1
