@@ -69,7 +69,7 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Sources for a tensor in a traced training step: batch tensors, class losses and layer outputs.
+    """Batch tensors, class losses and layer outputs from which a tensor in a training step was computed.
 
     ``leaves`` are indices of batch tensors, and ``losses`` are indices of class losses. If the sum over the tensor is a
     class loss, ``product`` is the index of this loss.

@@ -91,7 +91,7 @@ def describe_method(name: str) -> str:
 
 
 def costs_of(text: str) -> dict[str, str]:
-    r"""Returns the items "Sends", "Keeps", "Costs" and "For" in a method's docstring, by these names."""
+    r"""Finds the items "Sends", "Keeps", "Costs" and "For" in a docstring. Returns a text for each item name."""
     points = re.findall(r"^- (Sends|Keeps|Costs|For): (.*(?:\n  .*)*)", text, re.MULTILINE)
     return {name: " ".join(value.split()) for name, value in points}
 

@@ -291,7 +291,7 @@ def memory_of(stored: State) -> State:
 
 
 def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:
-    """Deletes a client's stored callback tensors with the name prefix ``prefix``, as a change in ``round``."""
+    """Deletes a client's stored callback tensors with the name prefix ``prefix``. ``round`` is the current round."""
     client_state = store.get(client) or {}
     remaining = {name: value for name, value in client_state.items() if not name.startswith(f"{_MEMORY}{prefix}")}
     store.put(client, round, remaining)

@@ -123,7 +123,7 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
 
 
 def warn_of_filled(names: Collection[str]) -> None:
-    """Warns about frozen buffers that were NaN or infinite until a visit wrote values, because these are not sent."""
+    """Warns that visits wrote into buffers that are not sent, because the initial values were NaN or infinite."""
     _log.warning(
         "The clients' visits write into %d buffers that are not sent, because the buffers held NaN or infinite "
         "values at the start (%s). The written values are lost: the global model keeps its initial values, or values "

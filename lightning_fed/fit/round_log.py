@@ -145,7 +145,7 @@ class RoundLog:
             logger.log_metrics({**shown, "epoch": round}, step=log_position(trainer))
 
     def _curves(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Values for TensorBoard: counts from the first change on, and megabytes in place of bytes."""
+        """Values for TensorBoard, with megabytes in place of bytes. Counts that have never changed are omitted."""
         curves = {}
         for name, value in values.items():
             if not isinstance(value, int) or value != self._first_counts.setdefault(name, value):

@@ -77,7 +77,7 @@ def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: 
 
 
 def _split_blocks(family: list[_Neuron]) -> list[tuple[list[_Neuron], int]]:
-    """Splits neurons into groups of exchangeable neurons, each with the number of blocks (groups in a GroupNorm)."""
+    """Splits neurons into sets with exchangeable neurons. Returns each set with its number of GroupNorm groups."""
     # Whole blocks are exchangeable if all blocks have equal size and no normalization group spans two blocks.
     blocks: dict[frozenset[Constraint], list[_Neuron]] = defaultdict(list)
     for neuron in family:
@@ -98,7 +98,6 @@ def _role(roles: Iterable[str]) -> Role:
 
 
 def _named(groups: list[PermutationGroup], leads: list[Axis]) -> list[PermutationGroup]:
-    """Names each permutation group after a layer, plus a position or axis if the layer has several groups."""
     starts = [int(group.entries[lead].positions[0, 0]) for group, lead in zip(groups, leads, strict=True)]
     layers = [name.rpartition(".")[0] or name for name, _ in leads]
     naming_schemes = [

@@ -342,7 +342,7 @@ def _numbers(name: str, value: float | Tensor, like: Tensor, shape: tuple[int, .
 
 
 def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Initial variances, shape ``(D,)``: half the variance of the values in a block, or infinite without variance."""
+    """Initial variances, shape ``(D,)``: half the variance of a block's values, or infinite if all values are equal."""
     count = sum(len(client_neurons) for client_neurons in neurons)
     mean, squares = (to_float64(torch.zeros_like(neurons[0][0])) for _ in range(2))
     for client_neurons in neurons:

@@ -270,8 +270,6 @@ def is_compared(name: str, value: Tensor) -> bool:
 
 
 class _Run(NamedTuple):
-    """Adjacent positions on an axis: neuron i has ``repeat`` positions from ``start + i * repeat``."""
-
     group: int
     column: int
     start: int
@@ -300,7 +298,7 @@ def _rearranged(
     after: Sequence[PermutationGroup],
     sources: Sequence[Tensor],
 ) -> dict[str, Tensor]:
-    """Rearranges the neurons in a state. ``sources`` contains by group the old index for each new neuron, or -1."""
+    """Moves the neurons in a state. ``sources`` contains for each group the old indices of the new neurons, or -1."""
     for group, source in zip(before, sources, strict=True):
         if group.blocks == 1:
             continue

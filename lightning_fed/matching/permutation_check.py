@@ -154,7 +154,7 @@ def restored_afterwards(module: nn.Module) -> Iterator[None]:
 def _find_failing(
     groups: list[PermutationGroup], fails: Callable[[list[PermutationGroup]], bool]
 ) -> list[PermutationGroup]:
-    """Finds the groups with ``fails([group])`` true, by bisection. Groups that only fail together are returned."""
+    """Finds groups with ``fails([group])`` true, by bisection. Groups that fail only together are also returned."""
     if not groups or not fails(groups):
         return []
     if len(groups) == 1:

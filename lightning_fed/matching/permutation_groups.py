@@ -233,7 +233,6 @@ def _unused(tensors: Mapping[str, Tensor], names: Mapping[str, str], tracer: Tra
 def _checked(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], groups: list[PermutationGroup]
 ) -> list[PermutationGroup]:
-    """Returns the groups whose permutation preserves the module's outputs. A warning names all other groups."""
     if not groups:
         return []
     try:

@@ -82,7 +82,7 @@ class Tracer:
         self.constant_id = NEUTRAL
 
     def run(self, program: ExportedProgram, names: Mapping[str, str], constants: Mapping[str, Tensor]) -> None:
-        """Traces an exported network. ``names`` maps exported names to entry names, ``constants`` to values."""
+        """Traces an exported network. ``names`` maps exported names to state dict names, ``constants`` to tensors."""
         signature = program.graph_signature
         targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         targets |= getattr(signature, "inputs_to_lifted_tensor_constants", {})
@@ -159,7 +159,7 @@ class Tracer:
     # --- helpers for rules -----------------------------------------------------------------------------------------
 
     def along(self, value: TracedActivation | ParameterView, dim: int) -> Tensor:
-        """Unites the ids over all dimensions except ``dim``. Returns one id for each position along ``dim``."""
+        """Treats all elements with the same index along ``dim`` as one neuron. Returns the neuron id by index."""
         activation = self.activation(value)
         dim %= len(activation.shape)
         remaining_dims = [index for index in range(len(activation.shape)) if index != dim]
@@ -175,12 +175,12 @@ class Tracer:
         return TracedActivation(ids, activation.shape)
 
     def read(self, view: ParameterView, dim: int, ids: Tensor) -> None:
-        """Unites the ids on a parameter's axis with the ids of input neurons. Positions without a neuron are pinned."""
+        """Records a product between a parameter's axis and the neurons ``ids``. Constant positions stay in place."""
         axis_ids = self.axis(view, dim, "in")
         self.union_find.unite(axis_ids, torch.where(ids == NEUTRAL, PINNED, ids))
 
     def couple_vectors(self, values: Iterable[Any], ids: Tensor) -> None:
-        """Unites the ids of vectors with one value per neuron, such as a bias, with ``ids``. Skips ``None``."""
+        """Assigns the elements of vectors, such as a bias, to the neurons ``ids``. Skips ``None``."""
         for value in values:
             if isinstance(value, TracedActivation | ParameterView):
                 vector = self.activation(value)
@@ -234,7 +234,7 @@ class Tracer:
     def _combine(
         self, first: TracedActivation, first_broad: set[int], second: TracedActivation, second_broad: set[int]
     ) -> TracedActivation:
-        """Returns the ids after an elementwise operation. The operands are repeated along the ``broad`` dimensions."""
+        """Returns the neuron ids in the result of an elementwise operation on ``first`` and ``second``."""
         for operand, partner in ((first, second), (second, first)):
             if bool((operand.ids == NEUTRAL).all()):
                 return partner

@@ -34,7 +34,7 @@ _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def elements(container: Any) -> Iterable[Any]:
-    """Returns the values of a mutable mapping, or the elements of a list, tuple or set; otherwise an empty tuple."""
+    """Returns the values of a mutable mapping, or the elements of a list, tuple or set, or ``()`` for other objects."""
     if isinstance(container, MutableMapping):
         return container.values()
     return container if isinstance(container, list | tuple | set) else ()
@@ -147,7 +147,7 @@ def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor
 
 
 def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
-    """Groups indices into runs. In each list, the tensors of a run have one dtype and are adjacent in memory."""
+    """Groups list indices. In every list, a group's tensors have one dtype and are adjacent in memory."""
     runs: list[list[int]] = []
     open_runs: dict[Any, tuple[list[int] | None, list[int]]] = {}  # runs and ends of storages, by next addresses
     for position, group in enumerate(zip(*lists, strict=True)):
@@ -167,7 +167,7 @@ def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 
 def join(*lists: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Views tensors that are adjacent in memory, in each list, as one flat tensor. Other tensors are unchanged."""
+    """Views tensors adjacent in memory as one flat tensor, in each list. Other tensors are unchanged."""
     return [tuple(_view_flat([values[at] for at in run]) for values in lists) for run in find_runs(*lists)]
 
 
@@ -220,7 +220,7 @@ def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
 
 
 def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Euclidean norm of each tensor, shape ``()``: float64 for 64-bit tensors, else float32."""
+    """Euclidean norm by tensor, shape ``()``: float64 for 64-bit tensors, else float32."""
     wide = (value if value.dtype in _NORMED else value.float() for value in tensors)
     return [at_least_float32(torch.linalg.vector_norm(value)) for value in wide]
 

@@ -190,7 +190,7 @@ class CentralDP(UpdateStep):
 
     @property
     def step_noise(self) -> float:
-        r"""Noise multiplier :math:`z_\Delta` for the sum; with ``adaptive`` larger than ``noise_multiplier``."""
+        r"""Noise multiplier :math:`z_\Delta` for the sum of updates; with ``adaptive`` above ``noise_multiplier``."""
         assert self.budget is not None
         z = self.budget.noise_multiplier
         if not self.adaptive:

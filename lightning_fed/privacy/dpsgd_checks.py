@@ -30,7 +30,7 @@ HANDED_LOADER = (
 
 
 def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: bool) -> None:
-    """Refuses Trainers and modules without support in DP-SGD. ``ends_early``: the privacy budget may stop the fit."""
+    """Refuses Trainers and modules unsupported by DP-SGD. ``ends_early``: a privacy budget may end the fit."""
     names = [slot.path for slot in tensor_slots(module) if isinstance(slot.tensor, nn.Parameter)]
     tied = set(names) - tensors_by_path(module).keys()
     parameters = set(map(id, module.parameters()))

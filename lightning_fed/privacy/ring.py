@@ -79,7 +79,7 @@ class Ring:
         }
 
     def longest(self, size: int) -> float:
-        """Largest norm of an update with ``size`` numbers whose norm after rounding to integers is at most ``clip``."""
+        """Norm limit for an update with ``size`` numbers. After rounding, the norm is at most ``clip``."""
         length = self.clip - math.sqrt(size) / self.scale
         if length < self.clip / 2:
             raise OptionError(

@@ -303,7 +303,7 @@ class RoundLoop:
             forget_length(trainer)
 
     def _delay(self, callback: L.Callback) -> OverriddenMethod:
-        """Delays a checkpoint callback's ``on_train_batch_end`` after a round's last batch, until the aggregation."""
+        """Delays a checkpoint callback in a round's last batch. The checkpoint then contains the aggregated model."""
 
         def wait(*args: Any) -> None:
             round = self.open_round
@@ -318,7 +318,7 @@ class RoundLoop:
     # A round
 
     def _plan_round(self) -> RoundLoader:
-        """Replaces ``train_dataloader``: returns the next round's dataloader. The round starts with the first batch."""
+        """Returns the dataloader for the next round, in place of the user's ``train_dataloader``."""
         if self.is_ready:
             self.start_fit()
             if self._find_new_entries():
@@ -355,7 +355,7 @@ class RoundLoop:
         return loader
 
     def _start_round(self, loader: RoundLoader, cohort: Cohort) -> None:
-        """Starts the round when Lightning requests the first batch from ``loader``, but not for other readers."""
+        """Starts the round when Lightning's training loop requests the first batch from ``loader``."""
         if self.fit.trainer.train_dataloader is loader:
             interval: int = self.fit.trainer.log_every_n_steps  # type: ignore[attr-defined]
             if self.fit.trainer.num_training_batches < interval and self.fit.record_warning("log_every_n_steps"):
@@ -458,7 +458,7 @@ class RoundLoop:
             complete_epoch(checkpoint, is_counted=False)
 
     def cut_short(self) -> None:
-        """Abandons an open round with a warning if the fit ends early. A plain fit aggregates the round instead."""
+        """Ends an unfinished round without aggregation if the fit ends early. A plain fit aggregates the round."""
         round = self.open_round
         if round is not None and self.fit.is_plain and round.loader.current is not None:
             round.driver.cut(round.loader.current)

@@ -182,7 +182,7 @@ class VisitDriver:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Ends a batch, as Lightning's last hook for the batch. Fused visits train all further batches here."""
+        """Ends a batch after all callbacks. With ``visits="fused"``, also trains the round's remaining batches."""
         self._end_batch(outputs, batch, batch_idx)
         if self._batch_loop is not None:
             self._batch_loop.train_rest(self._loader, self._end_batch)
@@ -229,7 +229,7 @@ class VisitDriver:
 
     @contextmanager
     def _counting_in_visit(self, batch_idx: int) -> Iterator[int]:
-        """Sets ``trainer.is_last_batch`` for the end of the client's local epoch. Yields the index in the epoch."""
+        """Context that yields the batch index in the client's epoch. Inside, ``is_last_batch`` refers to this epoch."""
         position = self._loader.epoch_position
         if position is None:
             yield batch_idx

@@ -81,7 +81,7 @@ class ClientVisit:
         self._flow = self.run()
 
     def run(self) -> Flow:
-        """Runs the visit as a generator, which yields the visit's events. A :class:`ClientFault` fails the visit."""
+        """Runs the visit as a generator. Yields the request, one item per training step, and the update."""
         trainer, module, client = self._trainer, self._module, self.planned.visit.client
         try:
             # Request.
@@ -139,7 +139,7 @@ class ClientVisit:
                 callback.on_client_visit_end(trainer, module, client)
 
     def advance(self, has_loss: bool | None = None) -> None:
-        """Runs the visit until the next training step, including messages to the server. A fault excludes the client.
+        """Continues the visit up to the next training step or the end. An error excludes the client.
 
         ``has_loss`` is ``True`` if the last training step returned a loss; ``None`` before the first batch.
         """
@@ -239,7 +239,7 @@ def server_callbacks(fit: FederatedFit) -> list[FederatedCallback]:
 
 
 def ask_server(fit: FederatedFit, request: Request) -> Broadcast:
-    """Server side of a visit before training: returns the broadcast for a client's request, and counts the bytes."""
+    """Returns the server's broadcast in answer to a client's request, and counts the bytes."""
     server, trainer = fit.server, fit.trainer
     broadcast = server.prepare(request.client, request)
     for callback in server_callbacks(fit):
@@ -249,7 +249,7 @@ def ask_server(fit: FederatedFit, request: Request) -> Broadcast:
 
 
 def answer_server(fit: FederatedFit, update: ClientUpdate) -> bool:
-    """Server side of a visit after training: aggregates an update. Returns ``False`` for an invalid update."""
+    """Gives a client's update to the server for aggregation. Returns ``False`` for an invalid update."""
     server, trainer = fit.server, fit.trainer
     if not server.count(update):
         return False

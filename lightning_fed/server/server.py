@@ -196,7 +196,7 @@ class ServerInterface(ABC):
         """Aggregates the round. Returns the new shared entries, or ``None`` without a valid aggregate."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
-        """Starts the round in the rule and the steps. Called again before merging updates of other processes."""
+        """Starts a round in aggregation rule and update steps. Called again to merge other processes' updates."""
 
     def end_visits(self) -> None:  # noqa: B027 - optional
         """Marks clients without a received update as failed."""

@@ -122,8 +122,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         super().teardown()
 
     @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Does nothing: Lightning only calls this method on built-in strategies."""
+    def register_strategies(cls, strategy_registry: Any) -> None: ...
 
     @torch.no_grad()
     def _broadcast_module(self, module: L.LightningModule) -> None:

@@ -138,7 +138,6 @@ def _kill(processes: list[Any]) -> None:
 
 
 def _work(pipe: Connection, variables: dict[str, str], arguments: bytes, serve: Serve) -> None:
-    """Runs tasks from the pipe in one process, until the pipe closes."""
     os.environ.clear()  # the server of the forks has older variables
     os.environ.update(variables)
     answer = serve(pickle.loads(arguments))

@@ -171,7 +171,7 @@ class _ReadStore(FolderStore):
 
 
 def answer_visit(arguments: tuple[Any, ...]) -> Any:
-    """Builds a process's client side. Returns a function that trains visits and only raises ``ClientFault``."""
+    """Returns a function that trains a client in this process. Every exception is replaced by a ``ClientFault``."""
     federation, model, data, trainer, options = arguments
     runner = RankRunner(federation, model, data, trainer, options)
     return partial(_answer_visit, runner)

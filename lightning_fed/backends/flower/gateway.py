@@ -251,8 +251,7 @@ class Gateway:
             await _answer(send, 502, b"the SuperLink does not answer")
 
 
-class _TooLargeError(Exception):
-    """Raised for a request body that is too large or incomplete."""
+class _TooLargeError(Exception): ...
 
 
 async def _read(receive: Receive) -> AsyncIterator[bytes]:

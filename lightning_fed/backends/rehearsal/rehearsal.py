@@ -112,8 +112,6 @@ def rehearse(plan: Plan, seed: int) -> Outcome:
 
 
 class _Ledger(FederatedCallback):
-    """Server callback that records a :class:`RoundResult` for every round."""
-
     keeps_privacy = True
 
     def __init__(self, run: _Run) -> None:

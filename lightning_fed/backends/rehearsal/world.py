@@ -319,8 +319,6 @@ class World:
 
 
 class _Handler(logging.Handler):
-    """Log handler: adds the package's log lines to the simulated events."""
-
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world

@@ -143,7 +143,7 @@ class SiteGate:
     def _judge(
         self, policy: SitePolicy, record: Record, order: Order, reply: Packet | Refusal | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Returns the matching policy patterns by rule, and all names in the answer. Refuses a forbidden answer."""
+        """Checks an answer before sending. Returns the policy patterns that match, and all names in the answer."""
         if isinstance(reply, Refusal):
             raise reply
         if reply is not None and find_kind(reply.text) == "fault":

@@ -86,7 +86,7 @@ class Vectorized(VisitsAtOnce):
 
 
 class _Measured(NamedTuple):
-    """Measurements for models up to a size: the fastest number of simultaneous clients, and the speed-up."""
+    """Measured speed for models up to a size: the fastest number of clients trained together, and the speed-up."""
 
     most_parameters: int
     has_convolutions: bool

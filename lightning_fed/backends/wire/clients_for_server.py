@@ -159,7 +159,6 @@ class RemoteClientSide(RemoteSide):
             secure_sum.unmask([client for client in secure_sum.peers if client in server.report.received])
 
     def _run_visit(self, round: Round, remote: RemoteVisit, request: _Reply | None) -> Flow:
-        """Server side of a visit, as a generator: yields before the request, the training and the answer."""
         fit, server, client = round.fit, round.fit.server, remote.visit.client
         if request is not None:
             if not isinstance(request, Request):
@@ -365,7 +364,7 @@ class RemoteClientSide(RemoteSide):
 
 
 def is_lacking(reply: Packet | str) -> bool:
-    """True if the client reports that the entries omitted from the server's message are not stored on the client."""
+    """True if a client's reply states that the client lacks entries omitted from the server's message."""
     return isinstance(reply, Packet) and not reply.data and NOT_HELD in reply.text
 
 
@@ -398,7 +397,7 @@ class _Steps:
 
 
 def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
-    """Reads step counts and the loss scaler's state from an answer (``said``). Implausible values are an error."""
+    """Returns the step counts and loss scale that a client reports. Invalid values raise ``BadUpdate``."""
     if said.steps > most:
         raise BadUpdate(f"it reports {said.steps} steps, but at most {most} are possible")
     after: Any = said.after
@@ -443,8 +442,7 @@ class RemoteVisit:
     steps: _Steps | None = None
 
 
-class _Unreadable(Fault):
-    """A client's reply that could not be read: the reason for excluding the client."""
+class _Unreadable(Fault): ...
 
 
 def _exclude(server: ServerInterface, client: Client, answer: _Reply, otherwise: str) -> None:

@@ -37,7 +37,7 @@ class HalfData(EvaluationData):
 
 
 def read_data(federation: Federation, data: Any) -> tuple[Population, HalfData]:
-    """Sets up ``data``. Returns the clients and the validation data. A ``partition`` splits a plain datamodule."""
+    """Returns clients with training data, and the validation data. ``partition`` splits a datamodule into clients."""
     partition = federation.partition
     if isinstance(data, Mapping):
         data = FederatedDataModule(data)

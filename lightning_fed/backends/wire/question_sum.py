@@ -79,8 +79,6 @@ def mask_answer(answer: ClientUpdate, train_request: TrainRequest, sum_of: Calla
 
 
 class _Total:
-    """Running sum of masked answers, and the clients in the sum."""
-
     def __init__(self, least: int) -> None:
         self.least, self.fault = least, ""
         self.clients: list[Client] = []

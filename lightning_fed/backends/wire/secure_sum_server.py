@@ -97,7 +97,7 @@ class ServerSum:
         return {client: dict(zip(peers, rows, strict=True)) for client, rows in self._ask("open", peers, fields)}
 
     def _is_at_fault(self, client: Client, opened: Mapping[Client, Mapping[Client, bytes]]) -> bool:
-        """True if too few clients can open a client's shares. Later sums in the run then exclude this client."""
+        """True if too few clients can decrypt the secret shares from ``client``. Also excludes the client."""
         missing = sum(rows[client] != OPENED for rows in opened.values())
         if not missing:
             return False

@@ -72,7 +72,7 @@ class Transport(ABC):
 
     @abstractmethod
     def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
-        """Waits for clients (names, or a number). Returns names. Raises ``TimeoutError`` after ``patience`` seconds."""
+        """Waits until ``expected`` clients are connected. Returns names, or raises ``TimeoutError``."""
 
     def discover(self) -> None:  # noqa: B027 - optional
         """Updates the list of connected clients, for networks without such a list. Returns immediately."""
@@ -189,7 +189,7 @@ class Transport(ABC):
         return self._miss(message, again) if answer is None else answer
 
     def _miss(self, message: Message, again: Callable[[Client], Packet] | None) -> Answer | None:
-        """Checks the connection of a client that has not answered. Returns a reason to stop waiting, or ``None``."""
+        """Returns a reason to stop waiting for a client's answer, such as a lost connection, or ``None``."""
         now = time.monotonic()
         if now - message.checked_at < _LOOK:
             return None

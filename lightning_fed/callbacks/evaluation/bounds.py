@@ -57,11 +57,13 @@ def find_outliers(
 ) -> dict[Client, str]:
     """Finds clients whose values are far from the values of other clients. Returns the reason by client.
 
-    At least three clients are compared. A client is an outlier if a value differs from the median by more than 100
-    times the spread (the largest of the median distance to the median, the median, and 1). A client is also an outlier
-    if only this client has a negative loss, and the loss is far below the median (by more than 10 median distances, the
-    median, and 1). A client is also an outlier if a count per example is above 10 and above 10 times the median, or if
-    the number of examples is too large compared with the training and other clients.
+    At least three clients are compared. Each of these conditions is a reason:
+
+    - A value differs from the median by more than 100 times the spread. The spread is the median distance to the
+      median, but at least the median and 1.
+    - Only this client's loss is negative, and far below the median.
+    - A count per example is above 10, and above 10 times the median.
+    - The number of examples is too large compared with other clients, or with the client's training examples.
     """
     outliers: dict[Client, str] = {}
     _compare_examples(outliers, {client: report.num_samples for client, report in reports.items()}, trained)

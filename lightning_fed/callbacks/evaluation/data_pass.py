@@ -186,7 +186,7 @@ def evaluate_data(
 
 
 def _variances(module: L.LightningModule, report: EvaluationReport) -> dict[str, float]:
-    """Sampling variances by name, for logged means over single cases: a value per case, or a count of correct cases."""
+    """Variances of a client's values by name, for values that are means over examples, such as an accuracy."""
     count, metrics = report.num_samples, named_metrics(module)
     if count < 2:
         return {}
@@ -212,7 +212,7 @@ def _values_with_history(
     keeps: bool,
     metrics: Sequence[Metric],
 ) -> set[str]:
-    """Finds logged values that depend on earlier epochs, by running the epoch-end hook again with changed values."""
+    """Finds logged values that depend on earlier epochs, by repeating the epoch-end hook with changed inputs."""
     names = _written_numbers(module)
     if not metrics and not names:
         return set()
@@ -393,7 +393,7 @@ def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
 
 
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
-    """Returns each report's logged sum for ``name``. The weight per example is at most 100 times the median weight."""
+    """Returns each client's value logged as ``name``. A weight per example is at most 100 times the clients' median."""
     logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
     heaviest = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
     return [value.limited(heaviest * count) for value, count in logged]

@@ -435,7 +435,7 @@ def check_state(metric: Metric, state: MetricState) -> None:
 
 
 def share_of_cases(metric: Metric | None, state: MetricState | None, cases: int) -> float | None:
-    """Share of correct cases, from the state of an accuracy; ``None`` if the state does not count every case once."""
+    """Fraction of correct cases in an accuracy's state; ``None`` if some cases are not counted exactly once."""
     is_binary = isinstance(metric, BinaryAccuracy)
     if state is None or not (is_binary or (isinstance(metric, MulticlassAccuracy) and metric.average == "micro")):
         return None
