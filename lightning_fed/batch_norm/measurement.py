@@ -169,7 +169,7 @@ def _collect_reports(
         visits,
         layers,
         lambda visit: local.load_client(visit.client, send(visit).state),
-        fit.clock.visit,
+        fit.limit_visit,
     )
     local.load_global(state)
     notify_model_loaded(fit.trainer, module, None)
@@ -438,7 +438,7 @@ def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state:
     notify_model_loaded(fit.trainer, module, client)
     visit = fit.schedule.visit_of(measure_round, client)
     try:
-        with torch.inference_mode(False), seeded_generators(), fit.clock.visit():
+        with torch.inference_mode(False), seeded_generators(), fit.limit_visit():
             report = client_statistics(fit.trainer, module, fit.population, visit, layers, step)
         fault = find_bad_statistics(report, _means_of(layers))
     except Exception as error:

@@ -74,7 +74,7 @@ class LoaderClients(Population):
             return _drawn_samples(loader, len(dataset))
         if isinstance(loader, Sized) and dataset is None:
             if client not in self._counted:
-                self._counted[client] = sum(map(_checked_length, loader))
+                self._counted[client] = sum(_checked_length(batch) for batch in loader)
             return self._counted[client]
         batch_size = getattr(loader, "batch_size", None)
         if self.local_steps and batch_size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, seed_everything
@@ -60,8 +61,9 @@ class RoundLoader:
         self.round = cohort.visits[0].round if cohort.visits else None
         self.population = population
         population.round = self.round or 0
-        self.clock = clock or VisitClock()
-        self._plan = plan_round(population, cohort, limit, process_group, visit_costs, self.clock)
+        self.clock, limit_visit = clock, nullcontext if clock is None else clock.visit
+        self.interrupting = nullcontext if clock is None else clock.interrupting
+        self._plan = plan_round(population, cohort, limit, process_group, visit_costs, limit_visit)
         self.visits, self.failed, self.padding = self._plan.visits, self._plan.failed, self._plan.padding
         self.group: Sequence[PlannedVisit] = ()
         self.batches_left = self.num_skipped = 0
@@ -88,7 +90,8 @@ class RoundLoader:
                 self.population.close()
             if stream is None:
                 stream = self.open_stream()
-            self.clock.start()
+            if self.clock is not None:
+                self.clock.start()
             for batches_left in range(group[0].num_batches - 1, -1, -1):
                 batch, batches_left = self.fetch(stream, positions, batches_left)
                 self.group, self.batches_left = group, batches_left
@@ -168,12 +171,12 @@ class RoundLoader:
 
     def _fetch(self, stream: Iterator[VisitBatch], position: int) -> Any:
         try:
-            with self.clock.interrupting():
+            with self.interrupting():
                 item = next(stream)
                 while item.position + self._first_of_stream != position:
                     item = next(stream)  # a failed visit's batch, prefetched by a worker
         except Exception:
-            if not self.clock.is_up:
+            if self.clock is None or not self.clock.is_up:
                 raise
             item = VisitBatch.failed(position, self.clock.timeout())
         planned = self.visits[position]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, sequential_groups
-from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.errors import VisitTimeout, describe
 from lightning_fed.messages import Client, find_bad_count
 from lightning_fed.process_group import ProcessGroup
@@ -70,12 +70,12 @@ def plan_round(
     limit: int | float,
     process_group: ProcessGroup,
     visit_costs: VisitCosts | None,
-    clock: VisitClock,
+    limit_visit: Callable[[], AbstractContextManager[None]],
 ) -> PlannedRound:
     """Plans the visits in this process: the number of batches for each, and the clients without usable data."""
     plan = PlannedRound(cohort.visits[0].round if cohort.visits else None)
     rank, size = process_group.rank, process_group.size
-    planned_visits = [_plan_visit(plan, population, limit, clock, visit) for visit in cohort.visits[rank::size]]
+    planned_visits = [_plan_visit(plan, population, limit, limit_visit, visit) for visit in cohort.visits[rank::size]]
     if size > 1:
         parts = process_group.gather(planned_visits)
         planned_visits = [parts[position % size][position // size] for position in range(len(cohort.visits))]
@@ -95,11 +95,11 @@ def _plan_visit(
     plan: PlannedRound,
     population: Population,
     limit: int | float,
-    clock: VisitClock,
+    limit_visit: Callable[[], AbstractContextManager[None]],
     visit: Visit,
 ) -> PlannedVisit | str:
     try:
-        with clock.visit():
+        with limit_visit():
             is_counted = population.is_counted(visit.client)
             num_samples = 0 if is_counted else population.num_samples(visit.client)
             fault = None if is_counted else find_bad_count(num_samples)

@@ -27,10 +27,10 @@ class VisitClock:
     set by other code, is restored afterwards.
     """
 
-    def __init__(self, seconds: float | None = None) -> None:
-        if seconds is not None and not 0 < check_number("visit_timeout", seconds) < 1e8:
+    def __init__(self, seconds: float) -> None:
+        if not 0 < check_number("visit_timeout", seconds) < 1e8:
             raise ValueError(f"Expected `visit_timeout` to be a number of seconds greater than 0, but got {seconds}.")
-        self.seconds = seconds or 0.0
+        self.seconds = seconds
         self.is_up = False
         self._is_interrupting = False
         self._has_warned = False
@@ -38,8 +38,6 @@ class VisitClock:
 
     def start(self) -> None:
         self.stop()
-        if not self.seconds:
-            return
         if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
             if not self._has_warned:
                 _log.warning(

@@ -198,7 +198,8 @@ class FederatedFit:
         cohort: The clients in the current or last round.
         rounds: Number of finished rounds.
         number: Number of earlier fits with this Trainer.
-        clock: Time limit for visits.
+        clock: Time limit for visits; ``None`` without a limit.
+        limit_visit: Function that returns a context with this time limit.
         failed_rounds: Rounds without a new model due to failed clients.
         synchronisation: Synchronisation of several processes in a round; ``None`` with one process.
         warned: Subjects of the warnings so far, from :meth:`record_warning`.
@@ -225,7 +226,9 @@ class FederatedFit:
         # Constant during the fit.
         self.options, self.server, self.schedule, self.store = options, server, schedule, store
         self.remote, self.has_server = remote, remote is None or remote.has_server
-        self.clock = VisitClock(options.faults.visit_timeout)
+        seconds = options.faults.visit_timeout
+        self.clock = None if seconds is None else VisitClock(seconds)
+        self.limit_visit = nullcontext if self.clock is None else self.clock.visit
         # Set by the round loop.
         self.policies: Mapping[str, Policy] = {}
         self.unset: frozenset[str] | None = None
@@ -335,7 +338,8 @@ class FederatedFit:
         self.changes.enter_context(ignored_warning(message, module))
 
     def close(self) -> None:
-        self.clock.stop()
+        if self.clock is not None:
+            self.clock.stop()
         self.changes.close()
         if self._population is not None:
             self._population.close()  # a run of the garbage collector takes seconds

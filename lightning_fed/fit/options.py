@@ -98,7 +98,8 @@ class Faults:
         check_count("min_clients", self.min_clients)
         if self.max_failed_rounds is not None:
             check_count("max_failed_rounds", self.max_failed_rounds)
-        VisitClock(self.visit_timeout)
+        if self.visit_timeout is not None:
+            VisitClock(self.visit_timeout)
 
 
 _FASTEST = "lightning_fed.backends.vectorized.plan"

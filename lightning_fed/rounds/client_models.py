@@ -135,7 +135,7 @@ def ask(
                         local.load_global(sent)
                     notify_model_loaded(trainer, module, visit.client if own else None)
                     seed_everything(visit.seed)
-                    with fit.clock.visit():
+                    with fit.limit_visit():
                         return callback.on_client_question(trainer, module, visit.client, question)
 
                 try:

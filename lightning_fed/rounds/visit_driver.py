@@ -101,7 +101,7 @@ class VisitDriver:
         if planned.fault is not None:
             return self._skip_batch()
         try:
-            with self._loader.clock.interrupting():
+            with self._loader.interrupting():
                 if args:
                     args = (visit.prepare_batch(args[0]), *args[1:])
         except (ClientFault, VisitTimeout) as error:
@@ -111,7 +111,7 @@ class VisitDriver:
         parameters = () if self._module.automatic_optimization else self._module.parameters()
         switches = [(parameter, parameter.requires_grad) for parameter in parameters]
         try:
-            with self._loader.clock.interrupting():
+            with self._loader.interrupting():
                 output = training_step(*args, **kwargs)
         except Exception as error:
             self._fail(planned, error)
@@ -124,9 +124,10 @@ class VisitDriver:
     def end(self, group: Sequence[PlannedVisit]) -> None:
         planned = group[0]
         clock = self._loader.clock
-        if planned.fault is None and clock.is_up:
-            planned.fault = str(clock.timeout())
-        clock.stop()
+        if clock is not None:
+            if planned.fault is None and clock.is_up:
+                planned.fault = str(clock.timeout())
+            clock.stop()
         if self.group is group:
             while self.current is not None and self.current.step is not None:  # again, for a skipped first batch
                 self._advance()
@@ -136,7 +137,8 @@ class VisitDriver:
 
     def close(self) -> None:
         self.detach()
-        self._loader.clock.stop()
+        if self._loader.clock is not None:
+            self._loader.clock.stop()
         if self.current is not None:
             self.current.close()
         self.group, self.current = (), None
@@ -174,7 +176,7 @@ class VisitDriver:
             self._methods["backward"].original(*args, **kwargs)
             return
         try:
-            with self._loader.clock.interrupting():
+            with self._loader.interrupting():
                 self._methods["backward"].original(*args, **kwargs)
         except Exception as error:
             self._fail(visit.planned, error)
