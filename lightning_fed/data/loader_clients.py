@@ -72,7 +72,7 @@ class LoaderClients(Population):
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, Sized):
             return _drawn_samples(loader, len(dataset))
-        if isinstance(loader, Sized) and dataset is None:
+        if hasattr(loader, "__len__") and dataset is None:
             if client not in self._counted:
                 self._counted[client] = sum(_checked_length(batch) for batch in loader)
             return self._counted[client]
