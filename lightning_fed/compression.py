@@ -101,7 +101,7 @@ class Compression(UpdateStep, ABC):
         for name in self.names(sent):
             extra = update.extras.pop(_PREFIX + name, None)
             if extra is None:
-                raise BadUpdate(f"its compressed update of {name!r} has no scale or positions")
+                raise BadUpdate(f"the client's compressed update of {name!r} has no scale or positions")
             start = to_float64(sent[name])
             update.state[name] = cast_back(start + self.decode(update.state[name], extra, start), sent[name])
         return update
@@ -216,7 +216,7 @@ class TopK(Compression):
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
         is_list = extra.dtype == torch.int32 and extra.shape == code.shape
         if not is_list or int(extra[0]) < 0 or int(extra[-1]) >= like.numel() or not is_increasing(extra):
-            raise BadUpdate("its compressed update has invalid positions")
+            raise BadUpdate("the client's compressed update has invalid positions")
         step = torch.zeros(like.numel(), dtype=torch.float64, device=like.device)
         step[extra.long().to(like.device)] = code.to(like.device, torch.float64)
         return step.reshape(like.shape)
@@ -374,5 +374,5 @@ class HeldModels(FederatedCallback):
 def read_scale(extra: Tensor) -> Tensor:
     """Returns the scale among an update's extra values. An invalid scale raises :class:`BadUpdate`."""
     if extra.shape != torch.Size([]) or extra.dtype != torch.float64 or not float(extra) >= 0:
-        raise BadUpdate("its compressed update has an invalid scale")
+        raise BadUpdate("the client's compressed update has an invalid scale")
     return extra

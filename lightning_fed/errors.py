@@ -19,7 +19,7 @@ class BadUpdate(ValueError):
     :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>` must raise the exception before changing the rule.
 
     Example:
-        >>> raise BadUpdate("it sends no prototypes")
+        >>> raise BadUpdate("the client sends no prototypes")
         Traceback (most recent call last):
         lightning_fed.errors.BadUpdate: it sends no prototypes
     """
@@ -45,7 +45,7 @@ class ClientFault(Exception):
     :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_end`.
 
     Example:
-        >>> raise ClientFault("its images have 4 channels instead of 3")
+        >>> raise ClientFault("the client's images have 4 channels instead of 3")
         Traceback (most recent call last):
         lightning_fed.errors.ClientFault: its images have 4 channels instead of 3
     """

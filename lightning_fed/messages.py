@@ -169,4 +169,4 @@ def find_bad_count(num_samples: object) -> str | None:
     is_whole = isinstance(num_samples, numbers.Integral) and not isinstance(num_samples, bool)
     if is_whole and 1 <= num_samples <= MOST_SAMPLES:  # type: ignore[operator]
         return None
-    return f"it reports {num_samples!r:.100} examples"
+    return f"the client reports {num_samples!r:.100} examples"

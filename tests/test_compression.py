@@ -90,7 +90,7 @@ WRAPPING = torch.tensor([0, 2**31 - 1, -(2**31), -1, *range(5)], dtype=torch.int
 """Positions with positive differences in int32, from 0 to a small number."""
 
 BAD = {
-    "no scale": (Quantized(8), lambda update: update.extras.clear(), "its compressed update of 'w' has no scale"),
+    "no scale": (Quantized(8), lambda update: update.extras.clear(), "the client's compressed update of 'w'"),
     "a scale below 0": (Quantized(8), lambda update: update.extras["short:w"].neg_(), "an invalid scale"),
     "a list of scales": (
         Quantized(4), lambda update: update.extras.update({"short:w": torch.ones(3).double()}), "an invalid scale",

@@ -193,45 +193,63 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.s
 # Table
 # ---------------------------------------------------------------------------------------------------------------------
 
-TRUNCATED = "its data raised OSError: (OSError: )?image 7 is truncated"
+TRUNCATED = "the client's data raised OSError: (OSError: )?image 7 is truncated"
 
 DATA = {
     # The client's data set, the logged reason, and options of the datamodule.
-    "no examples": (lambda: examples(0), "it has no examples"),
-    "do not fill a batch": (lambda: examples(BATCH - 1), "its 3 examples do not fill a batch, and `drop_last` is set"),
-    "a single example": (lambda: examples(1), "it has a batch with a single example, on which BatchNorm cannot train"),
-    "length raises": (HasNoLength, "its data raised OSError: index file is gone"),
+    "no examples": (lambda: examples(0), "the client has no examples"),
+    "do not fill a batch": (
+        lambda: examples(BATCH - 1),
+        "the client's 3 examples do not fill a batch, and `drop_last` is set",
+    ),
+    "a single example": (
+        lambda: examples(1),
+        "the client has a batch with a single example, on which BatchNorm cannot train",
+    ),
+    "length raises": (HasNoLength, "the client's data raised OSError: index file is gone"),
     "first batch raises": (lambda: Breaks(0), TRUNCATED),
     "batch in the middle raises": (lambda: Breaks(BATCH + 1), TRUNCATED),
     "last batch raises": (lambda: Breaks(3 * BATCH - 1), TRUNCATED),
-    "cannot be built": (raise_on_build, "its data raised OSError: its disk is not mounted"),
+    "cannot be built": (raise_on_build, "the client's data raised OSError: its disk is not mounted"),
     "NaN in the data": (lambda: examples(2 * BATCH, value=float("nan")), "entry 'body.*' has NaN or infinite values"),
     "another number of features": (
         lambda: TensorDataset(torch.ones(2 * BATCH, 4), torch.ones(2 * BATCH, 1)),
-        "its training step raised RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+        "the client's training step raised RuntimeError: mat1 and mat2 shapes cannot be multiplied",
     ),
-    "StopIteration": (lambda: Ends(BATCH), "its data raised RuntimeError: StopIteration, which only an iterator may"),
-    "10**18 examples": (lambda: Astronomical(0), "it reports 1000000000000000000 examples"),
+    "StopIteration": (
+        lambda: Ends(BATCH),
+        "the client's data raised RuntimeError: StopIteration, which only an iterator may",
+    ),
+    "10**18 examples": (lambda: Astronomical(0), "the client reports 1000000000000000000 examples"),
 }
 
 LOADERS = {
     # The client's loader and the reason.
-    "loader cannot be built": (raise_on_build, "its data raised OSError: its disk is not mounted"),
-    "loader without a batch": (lambda: Loader(0, length=2), "its data raised ValueError: its loader returned no batch"),
-    "loader of an empty data set": (lambda: DataLoader(examples(0), batch_size=4), "it has no examples"),
+    "loader cannot be built": (raise_on_build, "the client's data raised OSError: its disk is not mounted"),
+    "loader without a batch": (
+        lambda: Loader(0, length=2),
+        "the client's data raised ValueError: the client's loader returned no batch",
+    ),
+    "loader of an empty data set": (lambda: DataLoader(examples(0), batch_size=4), "the client has no examples"),
     "loader raises at the first batch": (lambda: Loader(3, breaks_at=0), TRUNCATED),
     "loader raises in the middle": (lambda: Loader(3, breaks_at=1), TRUNCATED),
     "loader raises at the last batch": (lambda: Loader(3, breaks_at=2), TRUNCATED),
     "loader raises in the second epoch": (
         lambda: EveryOther(3),
-        "its data raised RuntimeError: it can be walked once",
+        "the client's data raised RuntimeError: it can be walked once",
     ),
-    "length of the loader raises": (lambda: Loader(2, length=-1), "its data raised OSError: index file is gone"),
+    "length of the loader raises": (
+        lambda: Loader(2, length=-1),
+        "the client's data raised OSError: index file is gone",
+    ),
     "loader without a length": (
         lambda: DataLoader(Endless()),
-        "its data raised ValueError: Expected the loader of cli",
+        "the client's data raised ValueError: Expected the loader of cli",
     ),
-    "loader of batches that are not counted": (lambda: (batch for batch in ()), "its data raised ValueError: Expected"),
+    "loader of batches that are not counted": (
+        lambda: (batch for batch in ()),
+        "the client's data raised ValueError: Expected",
+    ),
     "loader with workers raises": (lambda: DataLoader(Breaks(BATCH), batch_size=BATCH, num_workers=1), TRUNCATED),
 }
 
@@ -306,8 +324,8 @@ MESSAGES = {
         "entry 'body.1.num_batches_tracked' has dtype torch.float32 instead of torch.int64",
     ),
     "NaN in extras": (add_extras, "entry 'prototypes' has NaN or infinite values"),
-    "no samples": (set_samples(0), "it reports 0 examples"),
-    "negative samples": (set_samples(-5), "it reports -5 examples"),
+    "no samples": (set_samples(0), "the client reports 0 examples"),
+    "negative samples": (set_samples(-5), "the client reports -5 examples"),
 }
 
 
@@ -451,7 +469,7 @@ def test_data_in_workers(fault, place, without, caplog):
     assert_as_if_it_were_not_there(run, without("data sets"))
 
 
-LATE = "its visit took longer than visit_timeout=500 seconds"
+LATE = "the client's visit took longer than visit_timeout=500 seconds"
 
 
 @pytest.mark.parametrize(
@@ -767,7 +785,7 @@ def test_too_few_good_clients_and_too_few_at_all():
     with pytest.raises(RuntimeError, match=r"\(the last is round 2\): 1 of 4 clients failed, for example client 'bad'"):
         train(clients, [Sabotages("bad", NAN)], faults=Faults(min_clients=4, max_failed_rounds=2))
     failed = FailedRounds()
-    failed.count(RoundReport(0, {"a": 1}, {"b": "it has no examples"}), limit=1, min_clients=3)
+    failed.count(RoundReport(0, {"a": 1}, {"b": "the client has no examples"}), limit=1, min_clients=3)
     assert failed.in_a_row == 0
 
 
@@ -900,7 +918,9 @@ def test_personal_entries_that_cannot_be_kept(change, reason, caplog):
     """The client resumes from the earlier personal entries."""
     _, rows = train(good_clients(), module=Spoils(change), personal=["head.*", "bank"], local_epochs=1)
     assert [row["fed/failed"] for row in rows.values()] == [0, 1, 0]
-    assert re.search(f"Round 2: client 'good' is excluded: in its personal entries, entry {reason}", caplog.text)
+    assert re.search(
+        f"Round 2: client 'good' is excluded: in the client's personal entries, entry {reason}", caplog.text
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -955,7 +975,7 @@ def test_a_loader_without_a_length(caplog):
     clients = {"good": DataLoader(examples(2 * BATCH), batch_size=BATCH), "bad": Unmeasured(2)}
     _, rows = train(clients)
     assert [row["fed/failed"] for row in rows.values()] == [1] * ROUNDS
-    assert_left_out(caplog, "its loader has no length: set `local_steps`")
+    assert_left_out(caplog, "the client's loader has no length: set `local_steps`")
     _, rows = train(clients, local_epochs=1, local_steps=3)
     assert [row["fed/failed"] for row in rows.values()] == [0] * ROUNDS
     clients["stream"] = DataLoader(Streamed(), batch_size=BATCH)
@@ -1039,10 +1059,13 @@ class Classes(Net):
 
 
 STEPS = {
-    "out of memory": (LargeBatches, "its training step raised OutOfMemoryError: CUDA out of memory"),
-    "out of memory in the backward pass": (LargeGradients, "its training step raised OutOfMemoryError: CUDA out of m"),
-    "no loss": (NeverTrains, "its training step returned no loss in 4 batches"),
-    "a label out of range": (Classes, "its training step raised IndexError: Target 3 is out of bounds"),
+    "out of memory": (LargeBatches, "the client's training step raised OutOfMemoryError: CUDA out of memory"),
+    "out of memory in the backward pass": (
+        LargeGradients,
+        "the client's training step raised OutOfMemoryError: CUDA out of m",
+    ),
+    "no loss": (NeverTrains, "the client's training step returned no loss in 4 batches"),
+    "a label out of range": (Classes, "the client's training step raised IndexError: Target 3 is out of bounds"),
 }
 
 
@@ -1072,7 +1095,7 @@ def test_an_error_in_the_steps_of_all_clients_ends_the_fit(make_module, monkeypa
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_steps_without_a_loss_of_all_clients_end_the_fit(monkeypatch):
     monkeypatch.setitem(globals(), "is_bad", lambda module: True)
-    with pytest.raises(RuntimeError, match=r"3 consecutive failed rounds.*its training step returned no loss"):
+    with pytest.raises(RuntimeError, match=r"3 consecutive failed rounds.*the client's training step returned no loss"):
         train(good_clients(), module=NeverTrains())
 
 
@@ -1093,7 +1116,9 @@ def test_a_gpu_that_is_lost_ends_the_fit():
 def test_a_single_example_from_a_users_loader(caplog):
     clients = with_loaders(good_clients())
     _, rows = train(with_bad(clients, 1, lambda: DataLoader(examples(2 * BATCH + 1), batch_size=BATCH)))
-    assert_left_out(caplog, "its loader returned a batch with a single example, on which BatchNorm.*`drop_last=True`")
+    assert_left_out(
+        caplog, "the client's loader returned a batch with a single example, on which BatchNorm.*`drop_last=True`"
+    )
     assert [row["fed/clients"] for row in rows.values()] == [3] * ROUNDS
 
 
@@ -1132,7 +1157,7 @@ def test_a_step_by_hand_that_breaks_off(make_module, place, caplog):
     """For any unfinished toggling, the others train as without this client."""
     expected = train(good_clients(), module=make_module())
     run = train(with_bad(good_clients(), place, lambda: examples(1)), module=make_module())
-    assert_left_out(caplog, "it has a batch with a single example, on which BatchNorm cannot train")
+    assert_left_out(caplog, "the client has a batch with a single example, on which BatchNorm cannot train")
     assert_as_if_it_were_not_there(run, expected)
 
 
@@ -1207,8 +1232,8 @@ def test_the_server_by_itself(caplog):
         expected = state[name].double() + 2.5 if value.is_floating_point() else state[name]
         torch.testing.assert_close(value.double(), expected.double(), rtol=1e-6, atol=1e-6)
     reasons = {client: reason for client, (_, reason) in MESSAGES.items()}
-    reasons |= dict.fromkeys(["good", "stranger"], "it sent an update that was not requested")
-    assert server.report.failed == reasons | {"silent": "it never answered"}
+    reasons |= dict.fromkeys(["good", "stranger"], "the client sent an update that was not requested")
+    assert server.report.failed == reasons | {"silent": "the client never answered"}
     for client, reason in server.report.failed.items():
         assert f"Round 5: client {client!r} is excluded: {reason}." in caplog.messages
     assert server.report.received == {"good": 2, "better": 6}

@@ -83,7 +83,10 @@ class ReadsWrongly(FederatedCallback):
 def test_a_message_that_the_server_cannot_read_is_one_clients_fault(federated_trainer, caplog):
     trainer = federated_trainer(max_rounds=2, callbacks=[ReadsWrongly(["bob"])])
     trainer.fit(Module(mlp()), as_datasets(vectors(SIZES)))
-    assert caplog.text.count("client 'bob' is excluded: the server cannot read its update: KeyError: 'scale'") == 2
+    assert (
+        caplog.text.count("client 'bob' is excluded: the server cannot read the client's update: KeyError: 'scale'")
+        == 2
+    )
     with pytest.raises(KeyError, match="scale"):
         federated_trainer(max_rounds=2, callbacks=[ReadsWrongly(SIZES)]).fit(Module(mlp()), as_datasets(vectors(SIZES)))
 

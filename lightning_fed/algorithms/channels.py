@@ -60,7 +60,9 @@ class Channel:
         alone = {"": update.extras[title]} if title in update.extras else {}
         sent = alone if self.form == "number" else without_prefix(update.extras, f"{title}:")
         if not sent:
-            raise BadUpdate(f"it sent no {title!r}: no step was made, or the method's callback is missing")
+            raise BadUpdate(
+                f"the client sent no {title!r}: the client made no step, or the Trainer lacks the method's callback"
+            )
         for name, value in sent.items():
             entry = torch.zeros(()) if self.form == "number" else state.get(name)
             fits = entry is not None and entry.is_floating_point()
@@ -69,7 +71,9 @@ class Channel:
             elif value.numel() != 1 or float(value) < 0:
                 fits = False
             if not fits:
-                raise BadUpdate(f"its {title!r} does not fit" + (f" the entry {name!r}" if name else ""))
+                place = f" for the entry {name!r}" if name else ""
+                form = "a tensor of the entry's shape" if self.form == "entry" else "one number of at least 0"
+                raise BadUpdate(f"the client sent an invalid {title!r}{place}: expected {form}")
         return dict(sent) if self.form == "entry" else {name: float(value) for name, value in sent.items()}
 
 
@@ -291,7 +295,7 @@ class ChannelRule(AveragingAggregator):
                 if min(offsets) > most or (max(offsets) < -most and not is_above):
                     value = reports[client].numbers[title][name]
                     middle = f"the round's median of about {value / 2.0 ** offsets[0]:g}"
-                    reasons[client] = f"its {title!r} of {value:g} is far from {middle}"
+                    reasons[client] = f"the client's {title!r} of {value:g} is far from {middle}"
         if reasons:
             self.parts = {key: part for key, part in self.parts.items() if not reasons.keys() & part.reports.keys()}
             raise BadUpdates(reasons)

@@ -38,7 +38,7 @@ def pass_over_data(
             planned.fault = planned.fault or reason
             return None
     if faults:
-        planned.fault = planned.fault or f"its data raised {describe(faults[0])}"
+        planned.fault = planned.fault or f"the client's data raised {describe(faults[0])}"
         return None
     if result is None:
         planned.fault = planned.fault or "`training_step` returned no loss for any batch of its data"

@@ -118,7 +118,7 @@ class PersonalModel(GradientTerm):
         visit.trains_second_model = False
         fault = find_non_finite(model)
         if fault is not None:
-            raise ClientFault(f"in its personal model, {fault}")
+            raise ClientFault(f"in the client's personal model, {fault}")
         visit.memory.update(with_prefix(model, OWN_MODEL))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:

@@ -143,7 +143,7 @@ class FedNova(ChannelRule):
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
         lengths = up["length"]
         if not any(lengths.values()):
-            raise BadUpdate("all its step lengths are 0: the optimizers made no step")
+            raise BadUpdate("all step lengths are 0: the client's optimizers made no step")
         normalised = lengths.keys() if self._info.trainable is None else self._info.trainable & update.state.keys()
         averaged = {name: value for name, value in update.state.items() if name not in normalised}
         part.running.add(averaged, self.weight(update), update.num_samples)

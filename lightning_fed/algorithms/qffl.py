@@ -118,7 +118,7 @@ class QFFL(ChannelRule):
         except OverflowError:
             is_finite = False
         if not is_finite:
-            raise BadUpdate(f"its loss of {loss} to the power of q={self.q} is not finite")
+            raise BadUpdate(f"the client's loss of {loss} to the power of q={self.q} is not finite")
         super().add(part, update, {**up, _DISTANCE: {"": distance}})
 
     def finish(self, state: State, part: Part) -> State:

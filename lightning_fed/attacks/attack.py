@@ -40,7 +40,11 @@ class Attack:
     def needs_population(self) -> str:
         """Text for an error message if the attack needs the list of all clients; empty in all other cases."""
         is_drawn = isinstance(self.clients, int)
-        return "it draws the malicious clients from all clients: name the malicious clients instead" if is_drawn else ""
+        return (
+            "the attack draws the malicious clients from all clients: name the malicious clients instead"
+            if is_drawn
+            else ""
+        )
 
     def malicious(self, population: Sequence[Client]) -> frozenset[Client]:
         """Returns the malicious clients. Raises ``ValueError`` if ``population`` has too few clients."""

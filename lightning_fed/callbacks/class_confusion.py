@@ -90,7 +90,7 @@ class OwnClassConfusion(PeriodicPictures):
 
     tag = "confusion"
     """Prefix for the image names in TensorBoard, before the client's name."""
-    needs_local_clients = "it draws pictures of client data"
+    needs_local_clients = "the callback draws pictures of client data"
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class OwnClassConfusion(PeriodicPictures):
                     logits = module(find_inputs(prepared, self.inputs))
                 counts += confusion_counts(logits, self._labels(prepared), classes)
         if faults or not len(classes):
-            reason = f"its data raised {describe(faults[0])}" if faults else "its data have no labels"
+            reason = f"the client's data raised {describe(faults[0])}" if faults else "the client's data have no labels"
             _log.warning("Client %r is excluded from the confusion pictures: %s.", client, reason)
             return None
         return Confusion(classes, counts)

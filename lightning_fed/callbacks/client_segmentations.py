@@ -88,7 +88,7 @@ class ClientSegmentations(L.Callback):
         >>> callback = ClientSegmentations(every_n_epochs=10, class_names=["background", "tumour"])
     """
 
-    needs_local_clients = "it draws pictures of client data"
+    needs_local_clients = "the callback draws pictures of client data"
     tag = "segmentation"
     """Prefix for the image names in TensorBoard."""
 

@@ -268,7 +268,7 @@ def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:
     losses = [loss for loss in trace.class_losses if loss.layer == layers[0]]
     voids = frozenset[int]().union(*(loss.voids for loss in losses))
     if len(voids) > 1:
-        raise _Unproven(f"its losses ignore different labels, {sorted(voids)}")
+        raise _Unproven(f"the losses on the outputs of {layers[0]!r} ignore different labels, {sorted(voids)}")
     paths = frozenset[BatchPath]().union(*(loss.labels for loss in losses))
     has_labels = all(loss.has_labels for loss in losses)
     target = _reader(next(iter(paths)), trace.batch) if has_labels and len(paths) == 1 else None

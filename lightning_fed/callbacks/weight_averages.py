@@ -191,7 +191,7 @@ class WeightAverages(FederatedCallback):
         for name, start in zip((_STEPS, _COUNT), self._starts, strict=True):
             grown = int(update.state[name]) - start if name in update.state else 0  # the server refuses missing entries
             if not 0 <= grown <= _MOST_STEPS:
-                raise BadUpdate(f"its {name!r} grows by {grown}, but 0 to {_MOST_STEPS} are possible")
+                raise BadUpdate(f"the client's {name!r} grows by {grown}, but 0 to {_MOST_STEPS} are possible")
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
         """Moves averaged entries in a checkpoint from the model's state to the keys used by ``WeightAveraging``."""

@@ -165,7 +165,7 @@ class FolderStore(ClientStore):
         if not versions:
             if client in self._kept:
                 _log.error("The state of client %r is missing: %s does not exist.", client, self._folder(client))
-                raise ClientFault("its stored state is missing")
+                raise ClientFault("the client's stored state is missing")
             return None
         path = versions[-1][1]
         try:
@@ -174,10 +174,10 @@ class FolderStore(ClientStore):
                 known = (file.metadata() or {}).get(_DIGEST)
         except Exception as error:
             _log.error("The state of client %r cannot be read: %s: %s.", client, path, describe(error))
-            raise ClientFault("its stored state cannot be read") from error
+            raise ClientFault("the client's stored state cannot be read") from error
         if known != digest(state):
             _log.error("The state of client %r has changed in the file: %s.", client, path)
-            raise ClientFault("its stored state has changed in the file")
+            raise ClientFault("the client's stored state has changed in the file")
         return state or None
 
     def clients(self) -> Collection[Client]:

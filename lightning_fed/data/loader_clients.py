@@ -165,7 +165,7 @@ class LoaderClients(Population):
                 has_batches = True
                 yield batch
             if not has_batches:
-                raise ValueError("its loader returned no batch")
+                raise ValueError("the client's loader returned no batch")
 
 
 def _looking_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:

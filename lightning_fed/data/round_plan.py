@@ -48,7 +48,7 @@ class PlannedRound:
             return str(item.error)
         reason = describe(item.error)
         self.reasons.append(reason)
-        return f"its data raised {reason}"
+        return f"the client's data raised {reason}"
 
     def log_common_error(self) -> None:
         if self.reasons and len(self.reasons) == self.num_clients:
@@ -104,7 +104,7 @@ def _plan_visit(
             num_samples = 0 if is_counted else population.num_samples(visit.client)
             fault = None if is_counted else find_bad_count(num_samples)
             if fault is not None:
-                return "it has no examples" if num_samples == 0 else fault
+                return "the client has no examples" if num_samples == 0 else fault
             per_epoch = population.batches_per_epoch(visit.client)
             passes = population.batches_by_pass(visit)
     except Exception as error:
@@ -115,7 +115,7 @@ def _plan_visit(
     if is_stream and not is_counted:
         reason = "has no length: set `local_steps`"
         plan.errors[visit.client] = MisconfigurationException(f"The loader of client {visit.client!r} {reason}.")
-        return f"its loader {reason}"
+        return f"the client's loader {reason}"
     if passes and visit.steps is None and visit.portion is None:
         num_batches = sum(passes)
     elif is_stream:
@@ -132,9 +132,9 @@ def _plan_visit(
         pass_batches=passes,
     )
     if planned.num_batches == 0 and is_counted:
-        return "its loader returned no batch"
+        return "the client's loader returned no batch"
     if planned.num_batches == 0:
-        return f"its {num_samples} examples do not fill a batch, and `drop_last` is set"
+        return f"the client's {num_samples} examples do not fill a batch, and `drop_last` is set"
     return planned
 
 

@@ -80,7 +80,7 @@ class VisitClock:
             self.stop()
 
     def timeout(self) -> VisitTimeout:
-        return VisitTimeout(f"its visit took longer than visit_timeout={self.seconds:g} seconds")
+        return VisitTimeout(f"the client's visit took longer than visit_timeout={self.seconds:g} seconds")
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
         self.is_up = True

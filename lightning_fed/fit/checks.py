@@ -43,10 +43,10 @@ _REFUSED: dict[type[L.Callback], str] = dict.fromkeys(
 
 _REFUSED_INSIDE: dict[type[L.Callback], str] = {
     **_REFUSED,
-    StochasticWeightAveraging: "it replaces the schedules of optimizers, which every visit creates anew, and adds an "
-    "epoch without training: use `WeightAveraging` (from Lightning 2.6 on)",
-    ModelPruning: "it renames entries of the module between rounds, but server and clients identify entries by name: "
-    "prune the trained model with `torch.nn.utils.prune`",
+    StochasticWeightAveraging: "the callback replaces the schedules of optimizers, which every visit creates "
+    "anew, and adds an epoch without training: use `WeightAveraging` (from Lightning 2.6 on)",
+    ModelPruning: "the callback renames entries of the module between rounds, but server and clients identify "
+    "entries by name: prune the trained model with `torch.nn.utils.prune`",
 }
 
 

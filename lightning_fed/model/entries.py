@@ -343,7 +343,7 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
     root = float(norm(flat for (flat,) in join(values))) / max(1, sum(value.numel() for value in values)) ** 0.5
     # Close to the largest finite number, a forward pass only overflows for some inputs. A fault would reveal the input.
     if not root <= _MOST_MEAN_SQUARE:
-        excess = f"its values have a root mean square of {root:.3g}, but the limit is {_MOST_MEAN_SQUARE:.3g}"
+        excess = f"the root mean square of all values is {root:.3g}, but the limit is {_MOST_MEAN_SQUARE:.3g}"
         return find_non_finite(state) or excess
     kinds = ("running_var", "num_batches_tracked")
     statistics = {name: value for name, value in state.items() if name.rpartition(".")[2] in kinds and value.numel()}

@@ -102,12 +102,12 @@ class RowSums:
 def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
     """Describes why row indices (``rows``) are invalid for a table; ``None`` if all indices are valid."""
     if rows.dtype != torch.int64 or rows.ndim != 1:
-        return f"its rows are {rows.dtype} of shape {tuple(rows.shape)} instead of int64 of shape (rows,)"
+        return f"the row indices are {rows.dtype} of shape {tuple(rows.shape)} instead of int64 of shape (rows,)"
     if table.ndim == 0 or not table.is_floating_point():
-        return f"it is not a table of floating-point rows: shape {tuple(table.shape)}, {table.dtype}"
+        return f"the entry is not a table of floating-point rows: shape {tuple(table.shape)}, {table.dtype}"
     if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(table)):
-        return f"its rows range from {int(rows.min())} to {int(rows.max())}, but the table has {len(table)} rows"
-    return None if is_increasing(rows) else "its rows are not strictly increasing"
+        return f"the row indices range from {int(rows.min())} to {int(rows.max())}, but the table has {len(table)} rows"
+    return None if is_increasing(rows) else "the row indices are not strictly increasing"
 
 
 def is_increasing(values: Tensor) -> bool:

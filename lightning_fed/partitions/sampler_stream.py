@@ -142,7 +142,7 @@ class SampledClients(DatasetClients):
             if not lengths[0]:
                 break  # the round then excludes the client
             if not any(lengths[-_MOST_EMPTY:]):
-                raise ValueError(f"its sampler returned no batch in {_MOST_EMPTY} passes")
+                raise ValueError(f"the sampler of the client's loader returned no batch in {_MOST_EMPTY} passes")
         return tuple(lengths)
 
     def batches_of_pass(self, planned: PlannedVisit, number: int, isolated: bool) -> Iterator[np.ndarray]:

@@ -242,7 +242,7 @@ class CentralDP(UpdateStep):
         """Clips a client's update, and removes the number of examples, metrics, and changes to untrained entries."""
         clip = float(sent.extras[CLIP])
         if clip != self.clip and not self.adaptive:
-            raise ClientFault(f"its federation has clip={self.clip:g}, but the server has clip={clip:g}")
+            raise ClientFault(f"the client's federation has clip={self.clip:g}, but the server has clip={clip:g}")
         update.state |= {name: sent.state[name] for name in self.info.untrained if name in update.state}
         length = self.measure(update.state, sent.state)
         factor = clip_factor(length, clip)
@@ -340,11 +340,12 @@ class PrivateSum(Held):
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(
-                f"it sends the extras {sorted(update.extras)} instead of {sorted(expected)}, but extras have no noise"
+                f"the client sends the extras {sorted(update.extras)} instead of {sorted(expected)}, but extras "
+                "have no noise"
             )
         length = step.measure(update.state, sent)
         if not length <= self.longest:
-            raise BadUpdate(f"its update has norm {length:g}, above clip={step.clip:g}")
+            raise BadUpdate(f"the client's update has norm {length:g}, above clip={step.clip:g}")
         factor = clip_factor(length, step.clip) * len(update.clients)  # ignores the weight that the client reports
         self._join(step.vector.mul_(factor))
         if step.adaptive:

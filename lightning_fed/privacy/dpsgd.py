@@ -261,7 +261,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
         account = visit.planned if earlier is None else earlier.after(visit.planned)
         if self.max_epsilon is not None and self._epsilon(account) > self.max_epsilon:
             raise ClientFault(
-                f"its visit of {account.last} steps would raise epsilon from {self.epsilon(client):.4g} to"
+                f"the client's visit of {account.last} steps would raise epsilon from {self.epsilon(client):.4g} to"
                 f" {self._epsilon(account):.4g}, above max_epsilon={self.max_epsilon:g}"
             )
 
@@ -437,7 +437,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
         content = json.loads(path.read_text())
         if content["noise_multiplier"] != self.noise_multiplier:
             raise ClientFault(
-                f"its earlier steps had noise_multiplier={content['noise_multiplier']} instead of "
+                f"the client's earlier steps had noise_multiplier={content['noise_multiplier']} instead of "
                 f"{self.noise_multiplier}: use another store for other noise"
             )
         self._accounts[client] = _Account(*content["account"])

@@ -140,14 +140,14 @@ class SecureSum(UpdateStep):
         scale = float(sent.extras[SCALE])
         if ring.scale != scale:
             raise ClientFault(
-                f"its secure sum has {ring.scale:.6g} units per 1.0, but the server has {scale:.6g}: both need the "
-                "same `clip` and the same steps"
+                f"the client's secure sum has {ring.scale:.6g} units per 1.0, but the server has {scale:.6g}: "
+                "both need the same `clip` and the same steps"
             )
         names = self._names(sent.state)
         steps = {name: to_float64(update.state[name]) - to_float64(sent.state[name]) for name in names}
         length, weight = step_length(steps), 1 if self.is_private else update.num_samples
         if not math.isfinite(length):
-            raise ClientFault("its update has NaN or infinite values")
+            raise ClientFault("the client's update has NaN or infinite values")
         # Clips a little more, so that the rounded update stays within the norm covered by the noise.
         longest = ring.longest(sum(step.numel() for step in steps.values())) if self.is_private else ring.clip
         factor = weight * clip_factor(length, longest)
@@ -170,11 +170,11 @@ class SecureSum(UpdateStep):
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
             if update.extras:
-                raise BadUpdate(f"it sends the extras {sorted(update.extras)}, but no extras are allowed")
+                raise BadUpdate(f"the client sends the extras {sorted(update.extras)}, but no extras are allowed")
             return numbers
         weight = update.extras.get(WEIGHT)
         if weight is None or len(update.extras) > 1 or weight.shape != torch.Size([]) or weight.dtype != torch.int32:
-            raise BadUpdate(f"it sends the extras {sorted(update.extras)}, but only its weight is allowed")
+            raise BadUpdate(f"the client sends the extras {sorted(update.extras)}, but only the weight is allowed")
         return {**numbers, WEIGHT: weight}
 
     @torch.no_grad()

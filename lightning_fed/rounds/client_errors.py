@@ -25,13 +25,14 @@ def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
         return str(error)
     if "more than 1 value per channel" in str(error):  # message raised by BatchNorm
         if planned.num_samples == 1:
-            return "it has a batch with a single example, on which BatchNorm cannot train"
-        return f"its training step raised {describe(error)}: {_ODD_BATCH}"
-    return f"its training step raised {describe(error)}"
+            return "the client has a batch with a single example, on which BatchNorm cannot train"
+        return f"the client's training step raised {describe(error)}: {_ODD_BATCH}"
+    return f"the client's training step raised {describe(error)}"
 
 
 _ODD_BATCH = (
-    "its loader returned a batch with a single example, on which BatchNorm cannot train: set `drop_last=True` or "
+    "the client's loader returned a batch with a single example, on which BatchNorm cannot train: set "
+    "`drop_last=True` or "
     "another batch size on that loader, or pass the client's data set, whose single trailing example is merged into "
     "the previous batch"
 )

@@ -249,7 +249,7 @@ class VisitDriver:
         self._has_loss = False
 
     def _exclude(self, planned: PlannedVisit) -> None:
-        planned.fault = planned.fault or f"it received none of its {planned.num_batches} batches"
+        planned.fault = planned.fault or f"the client received none of the {planned.num_batches} planned batches"
         self.fit.server.fail(planned.visit.client, planned.fault, planned.error)
 
     def _fail(self, planned: PlannedVisit, error: Exception) -> None:

@@ -119,7 +119,7 @@ class ClientVisit:
                 before = self._entry_versions(update)
                 for _ in callback.on_client_end(trainer, module, client, update) or ():
                     if self.planned.is_over:
-                        self.planned.fault = "its visit ended before the last batch of its second model"
+                        self.planned.fault = "the client's visit ended before the last batch of the second model"
                         raise ClientFault(self.planned.fault)
                     yield Step()
                 if self._entry_versions(update) != before and not getattr(callback, "changes_update", False):
@@ -195,13 +195,13 @@ class ClientVisit:
             check_changes(self._module, self.planned, received, state, self._is_alone or bool(self.local.personal))
         elif not num_losses and self._module.automatic_optimization and not self._is_alone:
             self.planned.fault = (
-                f"its training step returned no loss in {self.planned.num_batches} batches (if training only changes "
-                "buffers, return `None` from `configure_optimizers`)"
+                f"the client's training step returned no loss in {self.planned.num_batches} batches (if "
+                "training only changes buffers, return `None` from `configure_optimizers`)"
             )
             raise ClientFault(self.planned.fault)
         fault = self.local.find_personal_fault(self.planned.visit.client)
         if fault is not None:
-            raise ClientFault(f"in its personal entries, {fault}")
+            raise ClientFault(f"in the client's personal entries, {fault}")
 
     def _entry_versions(self, update: ClientUpdate) -> list[tuple[str, int, int]]:
         # Sliced entries are the module's own tensors, and a pass with the model writes and restores the module.
@@ -257,6 +257,6 @@ def answer_server(fit: FederatedFit, update: ClientUpdate) -> bool:
         for callback in server_callbacks(fit):
             callback.on_server_receive(trainer, trainer.lightning_module, update)
     except Exception as error:  # a fault of one client
-        reason = f"the server cannot read its update: {describe(error)}"
+        reason = f"the server cannot read the client's update: {describe(error)}"
         return server.refuse(update.client, reason, without_frames(error))
     return server.accept(update)

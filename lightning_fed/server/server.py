@@ -291,7 +291,7 @@ class Server(ServerInterface):
         self.report.up_bytes += message_bytes(update)
         expected = self._expected.get(update.client)
         update.rows = {} if expected is None else expected.rows
-        return expected is not None or self.fail(update.client, "it sent an update that was not requested")
+        return expected is not None or self.fail(update.client, "the client sent an update that was not requested")
 
     def accept(self, update: ClientUpdate) -> bool:
         client = update.client
@@ -308,7 +308,7 @@ class Server(ServerInterface):
         except BadUpdate as error:
             return self._take_back(client, str(error))
         except Exception as error:
-            reason = f"its update raised {describe(error)} on the server"
+            reason = f"the client's update raised {describe(error)} on the server"
             return self._take_back(client, reason, without_frames(error))
         return True
 
@@ -318,7 +318,7 @@ class Server(ServerInterface):
 
     def end_visits(self) -> None:
         for client in list(self._expected):
-            self.fail(client, "it never answered")
+            self.fail(client, "the client never answered")
 
     def finish_round(self) -> State | None:
         """Aggregates the round's updates. Returns the new shared entries, or ``None`` without a valid aggregate.
@@ -371,7 +371,7 @@ class Server(ServerInterface):
             length = distance(update.state, sent, names) or 0.0
             self.report.norms[update.client] = length
         if not length <= _FARTHEST * self._length:
-            raise BadUpdate(f"its update has norm {length:.3g}, but the model has norm {self._length:.3g}")
+            raise BadUpdate(f"the client's update has norm {length:.3g}, but the model has norm {self._length:.3g}")
 
     def _take_back(self, client: Client, reason: str, error: Exception | None = None) -> bool:
         report = self.report

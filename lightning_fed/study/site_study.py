@@ -194,17 +194,19 @@ class SiteStudy(AskableCallback):
         reveals = find_federation(trainer).server.chain.reveals
         loaders = loaders_of(trainer, self.stage)
         if client not in loaders:
-            raise ClientFault(f"it has no {self.stage} data")
+            raise ClientFault(f"the client has no {self.stage} data")
         path = self.folder / "sites" / f"{urllib.parse.quote(row_name(client), safe='')}.json"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         settings = [self.metric, self.stage, self.patient, reveals]
         content = {"settings": settings, "runs": {}} | _read(path)
         if content["settings"] != settings:
-            raise ClientFault("its scores from earlier fits have another metric, stage, patient key or secure sum")
+            raise ClientFault(
+                "the client's scores from earlier fits have another metric, stage, patient key or secure sum"
+            )
         runs = content["runs"]
         if "sum" in question:
             if reveals != "sum":
-                raise ClientFault("its federation has no secure sum")
+                raise ClientFault("the client's federation has no secure sum")
             _check_tau_squared(content, question)
             write_text_atomically(path, json.dumps(content))
             return self._answer_sum(client, _compared(runs, models, seeds), question)
@@ -238,7 +240,7 @@ class SiteStudy(AskableCallback):
         *methods, baseline = compared
         kind, answer = answer_site(compared, self.min_support)
         if not answer:
-            raise ClientFault(f"it has fewer cases than its min_support={self.min_support}")
+            raise ClientFault(f"the client has fewer cases than its min_support={self.min_support}")
         terms: list[float] = []
         for method, tau_squared in zip(methods, question["tau_squared"], strict=True):
             gain, _, values = estimate(kind, answer[f"{method}|{baseline}"]["all"])
@@ -250,7 +252,7 @@ class SiteStudy(AskableCallback):
     def _read_question(self, question: Mapping[str, Any]) -> tuple[str, int, list[str], list[int]]:
         model, seed, models, seeds = (question.get(name) for name in ("model", "seed", "models", "seeds"))
         if question.get("metric") != self.metric:
-            raise ClientFault(f"its program has the metric {self.metric!r}")
+            raise ClientFault(f"the client's program has the metric {self.metric!r} instead of the server's metric")
         if not isinstance(models, list) or not isinstance(seeds, list):
             raise ClientFault("the request is not a question of a study")
         if not all(isinstance(name, str) and _NAME.fullmatch(name) for name in (model, *models)):
@@ -262,7 +264,7 @@ class SiteStudy(AskableCallback):
 
 def _compared(runs: Mapping[str, Any], models: Sequence[str], seeds: Sequence[int]) -> dict[str, dict[int, Any]]:
     if any(str(one) not in runs.get(other, {}) for other in models for one in seeds):
-        raise ClientFault("it has no scores from an earlier fit of this study: repeat that fit")
+        raise ClientFault("the client has no scores from an earlier fit of this study: repeat that fit")
     return {other: {one: runs[other][str(one)] for one in seeds} for other in models}
 
 
@@ -274,7 +276,7 @@ def _check_tau_squared(content: dict[str, Any], question: Mapping[str, Any]) -> 
     if any(tau_squared.values()):
         used = content.setdefault("tau_squared", {}).setdefault(name, {})
         if used | tau_squared != tau_squared | used or not all(value >= 0 for value in tau_squared.values()):
-            raise ClientFault("its sum was requested with another variance between sites: repeat with another seed")
+            raise ClientFault("the sum was requested with another variance between sites: repeat with another seed")
         used |= tau_squared
 
 
@@ -298,7 +300,7 @@ def _read_sums(update: ClientUpdate, models: Sequence[str], seeds: Sequence[int]
     length = _LENGTHS.get("".join(kind), 0)
     names = {f"study/{''.join(kind)}/{pair}/{part}": (pair, part) for pair in answer for part in parts}
     if update.extras.keys() != names.keys():
-        raise BadUpdate(f"its names are not the pairs of {list(models)} with the parts {parts}")
+        raise BadUpdate(f"the answer's names are not the pairs of {list(models)} with the parts {parts}")
     for name, (pair, part) in names.items():
         value = update.extras[name]
         if value.shape != (length,) or value.dtype != torch.float64 or not 1 <= float(value[0]) < 2**53:

@@ -274,7 +274,10 @@ def test_a_clients_own_model_that_is_not_finite(federated_trainer, caplog):
     assert_same(expected, state)
     for client in "abc":
         assert_same(expected_kept[client], kept[client])
-    assert "client 'b' is excluded: in its personal model, entry 'net.0.bias' has NaN or infinite values" in caplog.text
+    assert (
+        "client 'b' is excluded: in the client's personal model, entry 'net.0.bias' has NaN or infinite values"
+        in caplog.text
+    )
 
 
 def test_two_optimizers_by_hand(federated_trainer):

@@ -313,7 +313,9 @@ def test_clients_that_cannot_answer_are_left_out(federated_trainer, caplog):
     keep, alone = Keep(), Keep()
     trainer = federated_trainer(max_rounds=1, method="feddane", callbacks=[keep])
     trainer.fit(models.Module(models.mlp()), clients)
-    assert "client 'lost''s gradient is excluded: its data raised OSError: lost" in caplog.text.replace('"', "'")
+    assert "client 'lost''s gradient is excluded: the client's data raised OSError: lost" in caplog.text.replace(
+        '"', "'"
+    )
     assert "client 'nan''s gradient is excluded: entry 'gradient:net.0.weight' has NaN" in caplog.text.replace('"', "'")
     assert set(trainer.federation.server.report.received) == {"a", "b"}
     assert set(trainer.federation.server.report.failed) == {"lost", "nan"}
@@ -344,7 +346,7 @@ def test_a_cohort_whose_own_gradients_fail(federated_trainer):
     trainer = federated_trainer(max_rounds=1, method="feddane")
     trainer.fit(models.Module(models.mlp()), clients)
     assert set(trainer.federation.server.report.received) == {"a"}
-    assert trainer.federation.server.report.failed == {"b": "its data raised OSError: gone"}
+    assert trainer.federation.server.report.failed == {"b": "the client's data raised OSError: gone"}
 
 
 def test_a_client_with_a_single_example(federated_trainer):

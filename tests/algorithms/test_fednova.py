@@ -201,11 +201,11 @@ def test_messages_whole_and_in_parts():
 @pytest.mark.parametrize(
     ("extras", "reason"),
     [
-        ({}, "it sent no 'length'"),
-        ({"length:w": torch.tensor(0.0)}, "all its step lengths are 0"),
-        ({"length:w": torch.tensor(-1.0)}, "its 'length' does not fit the entry 'w'"),
-        ({"length:v": torch.tensor(1.0)}, "its 'length' does not fit the entry 'v'"),
-        ({"length:w": torch.ones(3)}, "its 'length' does not fit the entry 'w'"),
+        ({}, "the client sent no 'length'"),
+        ({"length:w": torch.tensor(0.0)}, "all step lengths are 0"),
+        ({"length:w": torch.tensor(-1.0)}, "the client sent an invalid 'length' for the entry 'w'"),
+        ({"length:v": torch.tensor(1.0)}, "the client sent an invalid 'length' for the entry 'v'"),
+        ({"length:w": torch.ones(3)}, "the client sent an invalid 'length' for the entry 'w'"),
     ],
 )
 def test_bad_updates(extras, reason):

@@ -79,10 +79,10 @@ def test_the_larger_q_the_more_alike_are_the_losses(federated_trainer):
 @pytest.mark.parametrize(
     ("extras", "reason"),
     [
-        ({}, "it sent no 'qffl:loss'"),
-        ({"another": torch.tensor(1.0)}, "it sent no 'qffl:loss'"),
-        ({"qffl:loss": torch.tensor(-1.0)}, "its 'qffl:loss' does not fit"),
-        ({"qffl:loss": torch.ones(2)}, "its 'qffl:loss' does not fit"),
+        ({}, "the client sent no 'qffl:loss'"),
+        ({"another": torch.tensor(1.0)}, "the client sent no 'qffl:loss'"),
+        ({"qffl:loss": torch.tensor(-1.0)}, "the client sent an invalid 'qffl:loss'"),
+        ({"qffl:loss": torch.ones(2)}, "the client sent an invalid 'qffl:loss'"),
         ({"qffl:loss": torch.tensor(1e300, dtype=torch.float64)}, "q=2.0 is not finite"),
     ],
 )
@@ -114,7 +114,7 @@ def test_clients_without_a_loss_are_left_out(federated_trainer):
     trainer = federated_trainer(max_rounds=1, method="qffl")
     trainer.fit(models.Module(models.norm_mlp()), clients)
     assert set(trainer.federation.server.report.received) == {"a"}
-    assert trainer.federation.server.report.failed["b"] == "its data raised OSError: lost"
+    assert trainer.federation.server.report.failed["b"] == "the client's data raised OSError: lost"
 
 
 def test_modules_it_cannot_work_with(federated_trainer):

@@ -136,7 +136,7 @@ def test_a_step_of_the_server(federated_trainer):
 @pytest.mark.parametrize(
     ("extras", "reason"),
     [
-        ({}, "it sent no 'control'"),
+        ({}, "the client sent no 'control'"),
         ({"control:w": torch.zeros(2)}, "does not fit the entry 'w'"),
         ({"control:v": torch.zeros(3)}, "does not fit the entry 'v'"),
         ({"control:w": torch.zeros(3, dtype=torch.float64)}, "does not fit the entry 'w'"),

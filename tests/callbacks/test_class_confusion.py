@@ -185,7 +185,8 @@ def test_a_client_whose_data_fail_is_left_out(caplog):
     _, module = federate([confusion, Break()], data=data)
     assert list(confusion.latest) == ["a", "c", "d"]
     assert (
-        "Client 'b' is excluded from the confusion pictures: its data raised OSError: the disk is gone." in caplog.text
+        "Client 'b' is excluded from the confusion pictures: the client's data raised OSError: the disk is gone."
+        in caplog.text
     )
     assert_counts(confusion.latest["c"], module, data["c"])
 
@@ -194,7 +195,7 @@ def test_a_client_whose_files_are_spoiled_is_left_out(tmp_path, caplog):
     confusion = OwnClassConfusion()
     federate([confusion, SpoilsFiles(tmp_path, "b")], method=FedPer(), store=tmp_path)
     assert list(confusion.latest) == ["a", "c", "d"]
-    assert "Client 'b' is excluded from the confusion pictures: its stored state cannot be read" in caplog.text
+    assert "Client 'b' is excluded from the confusion pictures: the client's stored state cannot be read" in caplog.text
 
 
 def test_a_fault_of_the_module_ends_the_fit():

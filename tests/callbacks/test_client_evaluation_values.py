@@ -44,9 +44,12 @@ def test_predictions_stay_with_their_client(federated_trainer, caplog):
     assert pooled == {"fed/val_iou/pooled", "fed/val_loss/pooled"}
     # computed by the client evaluation
     assert {"client/ann/val_dice", "fed/val_jaccard/mean"} <= set(trainer.callback_metrics)
-    reason = "its state is a list of predictions or targets, and therefore reveals data."
+    reason = "the state is a list of predictions or targets, and therefore reveals data."
     assert caplog.text.count(f"The state of metric 'dice' does not leave the clients: {reason}") == 1
-    assert caplog.text.count("The state of metric 'jaccard' does not leave the clients: it is withheld.") == 1
+    assert (
+        caplog.text.count("The state of metric 'jaccard' does not leave the clients: the client withholds the metric.")
+        == 1
+    )
     assert caplog.text.count("No value over all clients for val_dice, val_jaccard, because the clients' sums") == 1
 
 
@@ -148,7 +151,10 @@ def test_one_clients_word_changes_nothing_of_the_others(federated_trainer, monke
             names = [name for name in update.extras if "|f1" in name]
             for name in names:
                 del update.extras[name]
-            update.extras |= {"stays|lie\nlie|f1": torch.zeros(0), "stays|it is withheld|weather": torch.zeros(0)}
+            update.extras |= {
+                "stays|lie\nlie|f1": torch.zeros(0),
+                "stays|the client withholds the metric|weather": torch.zeros(0),
+            }
             update.extras["value|m|highest"] = update.extras.pop("value||highest")
             update.extras |= {f"value||new{number}": torch.zeros(1, dtype=torch.float64) for number in range(400)}
             update.extras["value||step"] = torch.zeros(1, dtype=torch.float64)
@@ -199,7 +205,10 @@ def test_who_is_evaluated(clients, count, federated_trainer):
 def test_a_client_with_few_examples_reports_nothing(federated_trainer, caplog):
     module, trainer, _ = fitted(federated_trainer, "labels", ClientEvaluation(min_examples=6), rounds=1)
     values = trainer.callback_metrics
-    assert "Client 'bob' does not answer: it has fewer validation examples than its min_examples=6." in caplog.text
+    assert (
+        "Client 'bob' does not answer: the client has fewer validation examples than the client's min_examples=6."
+        in caplog.text
+    )
     assert (values["evaluation/clients"], values["evaluation/failed"]) == (2, 1)
     assert values["evaluation/num_samples"] == evaluations.HELD_OUT["ann"] + evaluations.HELD_OUT["cid"]
     assert values["evaluation/down_bytes"] == 3 * tensor_bytes(module.state_dict())

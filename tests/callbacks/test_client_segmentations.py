@@ -265,7 +265,9 @@ def test_a_client_whose_files_are_spoiled_is_left_out(federated_trainer, tmp_pat
     trainer = federated_trainer(max_rounds=1, batch_norm=LocalStatistics(), store=store, callbacks=callbacks)
     trainer.fit(module(), datamodule=data())
     assert {row[1] for row in callback.rows} == {"b"}
-    assert "Client 'a' is excluded from the segmentation scores: its stored state cannot be read" in caplog.text
+    assert (
+        "Client 'a' is excluded from the segmentation scores: the client's stored state cannot be read" in caplog.text
+    )
 
 
 def test_scores_are_counted_where_the_logits_are():

@@ -104,22 +104,22 @@ FORGERIES = {
     "many examples with a sum of zero": (
         weightless,
         0,
-        "it has 1000000000000 examples, but the median of 3 clients is",
+        "the client has 1000000000000 examples, but the median of 3 clients is",
     ),
-    "a state without its value": (mean_of(-1e9), 0, "it has logged a name without a value"),
-    "a flag that most clients do not send": (mean_of(9.0, flags="m"), 0, "but its sums and states give"),
-    "a state that the epoch's end reads": (mean_of(-1e9, "last"), 0, "its value of metric 'last' is"),
-    "an infinite state": (mean_of(math.inf, "last"), 0, "its value of metric 'last' is inf"),
-    "a sum that disagrees with its value": (loss_of(-50.0, 1.0), 0, "its sums and states give -50"),
-    "a negative loss": (loss_of(-50.0, 1.0, -50.0), 0, "its value of 'val_loss' is -50"),
-    "a small negative loss": (loss_of(-1.0, 1.0, -1.0), 0, "its value of 'val_loss' is -1"),
-    "a huge loss": (loss_of(1e9, 1.0, 1e9), 0, "its value of 'val_loss' is 1e+09"),
-    "counts that disagree with their value": (counts_of(10**9), 0, "its value of 'val_acc' is"),
+    "a state without its value": (mean_of(-1e9), 0, "the client has logged a name without a value"),
+    "a flag that most clients do not send": (mean_of(9.0, flags="m"), 0, "but the sums and states of the client give"),
+    "a state that the epoch's end reads": (mean_of(-1e9, "last"), 0, "the client's value of metric 'last' is"),
+    "an infinite state": (mean_of(math.inf, "last"), 0, "the client's value of metric 'last' is inf"),
+    "a sum that disagrees with its value": (loss_of(-50.0, 1.0), 0, "the sums and states of the client give -50"),
+    "a negative loss": (loss_of(-50.0, 1.0, -50.0), 0, "the client's value of 'val_loss' is -50"),
+    "a small negative loss": (loss_of(-1.0, 1.0, -1.0), 0, "the client's value of 'val_loss' is -1"),
+    "a huge loss": (loss_of(1e9, 1.0, 1e9), 0, "the client's value of 'val_loss' is 1e+09"),
+    "counts that disagree with their value": (counts_of(10**9), 0, "the client's value of 'val_acc' is"),
     "more hits than examples": (counts_of(10**9, fp=0, fn=0), 0, "per example, but the median of 3 clients"),
     "negative counts": (counts_of(-1), 0, "has a negative count"),
     "no examples": (examples_of(0), 0, "examples"),
-    "other examples than announced": (examples_of(10**6), 1, "in its first evaluation, but now 1000000"),
-    "examples per class": (support_of, 0, "its examples per class are"),
+    "other examples than announced": (examples_of(10**6), 1, "in the first evaluation, but now has 1000000"),
+    "examples per class": (support_of, 0, "the client's examples per class are"),
 }
 
 
@@ -156,7 +156,7 @@ def test_validation_data_that_raise_exclude_their_client(federated_trainer, capl
     trainer.fit(Scored(), datamodule=FederatedDataModule(clients, held_out, batch_size=8))
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert (logged["evaluation/clients"], logged["evaluation/failed"]) == (2, 1)
-    assert "its data raised OSError" in caplog.text
+    assert "the client's data raised OSError" in caplog.text
 
 
 class Endless(models.Module):

@@ -509,7 +509,7 @@ def test_damage_is_noticed_and_the_file_named(damage, reason, is_resumed, tmp_pa
         store = FolderStore(tmp_path)
         store.restore(1, state)
     # without the path, which contains the client
-    with pytest.raises(ClientFault, match=f"^its stored state {reason}$"):
+    with pytest.raises(ClientFault, match=f"^the client's stored state {reason}$"):
         store.get("a")
     assert str(tmp_path / "run-0" / "s-a") in caplog.text
     assert number(store.get("b")) == 1
@@ -565,8 +565,8 @@ def test_a_client_whose_folder_is_gone_is_left_out(tmp_path, caplog):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
     trainer.fit(Module(nn.Linear(2, 3)), data, data)
-    assert "Round 2: client 'a' is excluded: its stored state is missing." in caplog.text
-    assert "Client 'a' does not answer: its stored state is missing." in caplog.text
+    assert "Round 2: client 'a' is excluded: the client's stored state is missing." in caplog.text
+    assert "Client 'a' does not answer: the client's stored state is missing." in caplog.text
     assert trainer.callback_metrics["fed/clients"] == 2
 
 
@@ -589,7 +589,8 @@ def test_a_client_that_is_lost_before_batch_norm_is_measured_is_left_out_of_that
     net = nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.Linear(2, 3))
     trainer.fit(Module(net), datamodule=FederatedDataModule(data))
     assert (
-        "The BatchNorm statistics of client 'a' are excluded: ClientFault: its stored state is missing." in caplog.text
+        "The BatchNorm statistics of client 'a' are excluded: ClientFault: the client's stored state is missing."
+        in caplog.text
     )
     assert measured == ["b", "c", None]
     assert trainer.current_epoch == 1

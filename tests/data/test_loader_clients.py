@@ -309,7 +309,7 @@ def test_a_loader_without_a_batch_is_an_error():
     ((position, error),) = served({"empty": Promising(2, 0)}, Visit("empty", 0, 0, steps=5))
     assert position == 0
     assert isinstance(error, ValueError)
-    assert str(error) == "its loader returned no batch"
+    assert str(error) == "the client's loader returned no batch"
 
 
 def test_a_loader_without_a_data_set_is_counted_once():

@@ -172,22 +172,22 @@ def not_there(client):
 
 
 WITHOUT = {
-    "no examples": (lambda: population({"ann": Numbers(9), "bad": Numbers(0)}), "it has no examples"),
+    "no examples": (lambda: population({"ann": Numbers(9), "bad": Numbers(0)}), "the client has no examples"),
     "do not fill a batch": (
         lambda: population({"ann": Numbers(9), "bad": Numbers(3)}, drop_last=True),
-        "its 3 examples do not fill a batch, and `drop_last` is set",
+        "the client's 3 examples do not fill a batch, and `drop_last` is set",
     ),
     "no length": (
         lambda: population({"ann": Numbers(9), "bad": NoLength(1)}),
-        "its data raised OSError: index file is gone",
+        "the client's data raised OSError: index file is gone",
     ),
     "not there": (
         lambda: population(LazyClients(["ann", "bad"], lambda key: Numbers(9) if key == "ann" else not_there(key))),
-        "its data raised FileNotFoundError: no folder of bad",
+        "the client's data raised FileNotFoundError: no folder of bad",
     ),
     "loader without a length": (
         lambda: LoaderClients({"ann": DataLoader(Numbers(8), 4), "bad": Unmeasured()}),
-        "its loader has no length: set `local_steps`",
+        "the client's loader has no length: set `local_steps`",
     ),
 }
 
@@ -247,7 +247,7 @@ def test_a_visit_that_fails_is_padded(breaks_at, position, workers):
     others = [(client, left, batch) for client, left, batch in seen if client != "bad"]
     assert others == [("ann", 1, [0, 1, 2, 3]), ("ann", 0, [4, 5, 6, 7, 8]), ("bob", 0, [0, 1, 2])]
     faults = {planned.visit.client: planned.fault for planned in loader.visits}
-    assert faults["bad"].startswith("its data raised OSError: ")
+    assert faults["bad"].startswith("the client's data raised OSError: ")
     assert faults["bad"].endswith("image 7 is truncated")
     assert faults["ann"] is faults["bob"] is None
 

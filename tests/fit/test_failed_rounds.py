@@ -11,7 +11,7 @@ from lightning_fed.fit.failed_rounds import FailedRounds
 from lightning_fed.server.server import RoundReport
 from tests.census_script import Regression
 
-CAUSE = "it has no examples"
+CAUSE = "the client has no examples"
 
 
 @pytest.mark.parametrize(("min_clients", "received"), [(1, {}), (3, {}), (3, {"ann": 5})])

@@ -213,7 +213,7 @@ def test_a_client_without_draws_is_left_out_by_name():
     loader = DataLoader(numbers(8), 2, sampler=SubsetRandomSampler([0, 1, 2]))
     population = split_loader(loader, ByGroup([0] * 4 + [1] * 4), 0)
     rounds = RoundLoader(population, Cohort((Visit(0, 0, 0), Visit(1, 0, 0), Visit(1, 0, 0, steps=3))))
-    assert rounds.failed == {1: "it has no examples"}
+    assert rounds.failed == {1: "the client has no examples"}
 
 
 def test_passes_beside_training_see_what_the_sampler_draws():

@@ -141,9 +141,9 @@ def test_one_client_changes_the_sum_by_the_clip_at_most(adaptive, scale):
 def test_what_is_too_long_or_says_more_is_left_out():
     chain = chain_of(1.0)
     chain.start(RoundInfo(0), START)
-    with pytest.raises(BadUpdate, match=r"its update has norm 1\.5, above clip=1"):
+    with pytest.raises(BadUpdate, match=r"the client's update has norm 1\.5, above clip=1"):
         chain.receive(update_of({"w": np.zeros((4, 3)), "b": np.array([1.5, 0.0])}), START)
-    with pytest.raises(BadUpdate, match=r"it sends the extras \['prototypes'\] instead of \[\]"):
+    with pytest.raises(BadUpdate, match=r"the client sends the extras \['prototypes'\] instead of \[\]"):
         chain.receive(update_of(steps(1, scale=0.01)[0], extras={"prototypes": torch.zeros(3)}), START)
     assert chain.held[0].total == {}
     adaptive = chain_of(1.0, Budget(0.3, 1e-3, 100, 10), adaptive=True)
@@ -579,7 +579,7 @@ def test_a_client_that_does_not_clip_is_left_out():
         if client == "b":
             chain.receive(update, START)
             continue
-        with pytest.raises(BadUpdate, match=r"its update has norm 1\.5"):
+        with pytest.raises(BadUpdate, match=r"the client's update has norm 1\.5"):
             chain.receive(update, START)
     assert chain.held[0].members == ("b",)
 

@@ -301,7 +301,7 @@ def test_a_client_whose_first_visit_would_exceed_the_budget_is_left_out(federate
     recorder, _, trainer = federated(federated_trainer, callback, 1, local_steps=1)
     assert {visit.client for visit in recorder.visits} == {"a", "b"}
     assert trainer.callback_metrics["fed/failed"] == 1
-    assert "its visit of 1 steps would raise epsilon from 0 to" in caplog.text
+    assert "the client's visit of 1 steps would raise epsilon from 0 to" in caplog.text
 
 
 @pytest.mark.parametrize(("epochs", "accountant"), quick(product([9, 3], ["rdp", "pld"]), [(9, "rdp"), (3, "pld")]))

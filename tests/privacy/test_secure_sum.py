@@ -157,10 +157,10 @@ def test_the_mean_and_its_parts():
 def test_updates_that_are_left_out():
     ring, chain = Ring(5.0, 6, 40), chain_of(Ring(5.0, 6, 40))
     for extras, words in (
-        ({}, "but only its weight"),
-        ({WEIGHT: torch.tensor(1), "loss": torch.tensor(2.0)}, "but only its weight"),
-        ({WEIGHT: torch.tensor([1, 2])}, "but only its weight"),
-        ({WEIGHT: torch.tensor(3)}, "but only its weight"),  # 64 bits
+        ({}, "but only the weight"),
+        ({WEIGHT: torch.tensor(1), "loss": torch.tensor(2.0)}, "but only the weight"),
+        ({WEIGHT: torch.tensor([1, 2])}, "but only the weight"),
+        ({WEIGHT: torch.tensor(3)}, "but only the weight"),  # 64 bits
     ):
         update = update_of(ring, torch.zeros(12), 1)
         update.extras = extras

@@ -93,7 +93,7 @@ def test_values_without_a_mean_are_refused_in_the_first_visit(kind, loss, change
 
 def test_an_optimizer_needs_a_loss(federated_trainer):
     own = Gaussian(optimizer=True)
-    text = r"'a': its training step returned no loss in 3 batches \(if training only changes buffers, return `None`"
+    text = r"'a': the client's training step returned no loss in 3 batches \(if training only changes buffers"
     with pytest.raises(RuntimeError, match=text):
         federated_trainer(max_rounds=1).fit(own, datamodule=clients())
     assert_same(state_of(own), state_of(Gaussian()))

@@ -285,7 +285,7 @@ def test_rows_that_were_not_asked_for_cannot_be_written():
     ("rows", "message"),
     [
         ({"head": torch.tensor([0])}, "requests rows of 'head', but the entry is not sent"),
-        ({"table": torch.tensor([1, 0])}, "requests rows of 'table', but its rows are not strictly increasing"),
+        ({"table": torch.tensor([1, 0])}, "requests rows of 'table', but the row indices are not strictly increasing"),
     ],
 )
 def test_a_request_that_does_not_fit(rows, message):
@@ -308,7 +308,7 @@ def test_an_update_that_the_rule_cannot_use():
     class Picky(FedAvg):
         def receive(self, update):
             if "votes" not in update.extras:
-                raise BadUpdate("it sent no votes")
+                raise BadUpdate("the client sent no votes")
             super().receive(update)
 
     server = Server(Chain(Picky()))
@@ -317,7 +317,7 @@ def test_an_update_that_the_rule_cannot_use():
         send(server, client)
     assert not receive(server, answer("a", 5.0))
     assert receive(server, answer("b", 2.0, votes=torch.ones(1)))
-    assert server.report.failed == {"a": "it sent no votes"}
+    assert server.report.failed == {"a": "the client sent no votes"}
     assert server.finish_round()["w"].tolist() == [2.0, 2.0]
 
 

@@ -186,19 +186,19 @@ def test_models_of_any_shape_have_no_steps(step):
 
 
 BAD = {
-    "10**18 examples": ({}, 10**18, "it reports 1000000000000000000 examples"),
-    "half an example": ({}, 0.5, "it reports 0.5 examples"),
-    "a truth of examples": ({}, True, "it reports True examples"),
+    "10**18 examples": ({}, 10**18, "the client reports 1000000000000000000 examples"),
+    "half an example": ({}, 0.5, "the client reports 0.5 examples"),
+    "a truth of examples": ({}, True, "the client reports True examples"),
     "weights that overflow": (
         {"w": torch.full((2, 2), 3e38)},
         1,
-        "its values have a root mean square of inf, but the limit is 1e+10",
+        "the root mean square of all values is inf, but the limit is 1e+10",
     ),
-    "weights of no model": ({"w": torch.full((2, 2), 1e12)}, 1, "its values have a root mean square of 7.56e+11"),
+    "weights of no model": ({"w": torch.full((2, 2), 1e12)}, 1, "the root mean square of all values is 7.56e+11"),
     "a step of no training": (
         {"w": torch.full((2, 2), 9e9)},
         1,
-        "its update has norm 1.8e+10, but the model has norm 1.58",
+        "the client's update has norm 1.8e+10, but the model has norm 1.58",
     ),
     "a negative variance": ({"n.running_var": torch.tensor([1.0, -1.0])}, 1, "entry 'n.running_var' is negative"),
     "a negative count": ({"n.num_batches_tracked": torch.tensor(-1)}, 1, "'n.num_batches_tracked' is negative"),
@@ -241,7 +241,7 @@ def test_an_error_of_the_rule_is_the_clients():
         update = ClientUpdate(client, 1, copy.deepcopy(START), extras)
         assert server.count(update)
         assert server.accept(update) == (client == "good")
-    assert server.report.failed == {"bad": "its update raised KeyError: 'needed' on the server"}
+    assert server.report.failed == {"bad": "the client's update raised KeyError: 'needed' on the server"}
     assert isinstance(server.errors["bad"], KeyError)
     assert server.errors["bad"].__traceback__ is None
     assert "in receive" in server.errors["bad"].__notes__[0]

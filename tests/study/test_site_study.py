@@ -284,7 +284,7 @@ def test_a_fit_without_the_secure_sum_is_excluded(tmp_path, caplog):
     """Otherwise a last fit without the step would get the sums of single sites."""
     secure(tmp_path, "fedavg")
     assert {len(answer["data"]) for answer in on_flower(tmp_path, "local", sites=ManySites)[1]} == {0}
-    assert "its scores from earlier fits have another metric, stage, patient key or secure sum" in caplog.text
+    assert "the client's scores from earlier fits have another metric, stage, patient key or secure sum" in caplog.text
     assert not (tmp_path / "server" / "study.md").exists()
 
 
@@ -344,8 +344,8 @@ def test_a_site_without_earlier_scores_is_excluded(tmp_path, caplog):
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"settings": ["test_loss", "test", "patient"]}))
     fit(tmp_path, "local")
-    assert "Client 'south' does not answer: it has no scores from an earlier fit" in caplog.text
-    assert "Client 'tiny' does not answer: its scores from earlier fits have another metric" in caplog.text
+    assert "Client 'south' does not answer: the client has no scores from an earlier fit" in caplog.text
+    assert "Client 'tiny' does not answer: the client's scores from earlier fits have another metric" in caplog.text
     assert list(json.loads((tmp_path / "study.json").read_text())["answers"]) == ["north"]
 
 
@@ -384,8 +384,8 @@ def test_invalid_answers_are_excluded():
     assert _read_sums(ClientUpdate("ann", 1, {}), models, [3]) == ("scores", {})
     nan = torch.full((6,), float("nan"), dtype=torch.float64)
     for changes, reason in (
-        ({"study/scores/fedavg|central/3": nan}, "its names are not the pairs"),
-        ({"other": nan}, "its names are not the pairs"),
+        ({"study/scores/fedavg|central/3": nan}, "the answer's names are not the pairs"),
+        ({"other": nan}, "the answer's names are not the pairs"),
         ({name: nan}, "not a list of 6 sums"),
         ({name: torch.ones(5, dtype=torch.float64)}, "not a list of 6 sums"),
         ({name: torch.ones(6)}, "not a list of 6 sums"),

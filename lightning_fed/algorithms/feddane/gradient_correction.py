@@ -64,7 +64,7 @@ class GradientCorrection(GradientTerm):
         >>> trainer = FederatedTrainer(max_rounds=10, method="feddane", logger=False)  # adds it by itself
     """
 
-    needs_local_clients = "gradients are requested from clients outside visits"
+    needs_local_clients = "the server requests gradients from clients outside visits"
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class GradientCorrection(GradientTerm):
         try:
             num_samples = population.num_samples(client)
         except Exception as error:
-            raise _NoAnswerError(f"its data raised {describe(error)}") from error
+            raise _NoAnswerError(f"the client's data raised {describe(error)}") from error
         visit = Visit(client, round, derive_seed(schedule.seed, round), steps=schedule.local_steps)
         parameters = {
             name: parameter
@@ -171,7 +171,7 @@ class GradientCorrection(GradientTerm):
                     raise
                 raise _NoAnswerError(reason, error) from error
         if faults:
-            raise _NoAnswerError(f"its data raised {describe(faults[0])}")
+            raise _NoAnswerError(f"the client's data raised {describe(faults[0])}")
         if not gradients:
             raise _NoAnswerError("`training_step` returned no loss for any batch of its data")
         return ClientUpdate(client, num_samples, {}, with_prefix(gradients, _PREFIX))

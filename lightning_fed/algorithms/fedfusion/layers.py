@@ -225,7 +225,7 @@ class FusionLayer(nn.Module):
                 error = error or fault
         raise ValueError(
             f"Expected to infer the channels of {self.layer} by running {type(self.network).__name__}, but "
-            f"{'no example input can be derived from its first layer' if error is None else f'it raised {error!r}'}: "
+            f"{'no example input can be derived from the first layer' if error is None else f'this raised {error!r}'}: "
             "set the module's `example_input_array`, or `channels`."
         ) from error
 

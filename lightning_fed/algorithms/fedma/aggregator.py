@@ -256,7 +256,7 @@ class FedMA(Aggregator):
         if counts is not None:
             is_row = counts.dtype == torch.int64 and counts.shape == (self.num_classes,)
             if not is_row or bool((counts < 0).any()):
-                raise BadUpdate(f"its class counts are not {self.num_classes} non-negative integers")
+                raise BadUpdate(f"the client's class counts are not {self.num_classes} non-negative integers")
         self.received[update.client] = update
 
     def merge(self, other: FedMA) -> None:

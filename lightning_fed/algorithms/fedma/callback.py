@@ -311,7 +311,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
     ) -> State:
         sent, stage = broadcast.extras, int(broadcast.extras[STEP][1])
         if not _has_required_step(memory, broadcast):
-            raise ClientFault("its model from the previous stage is missing")
+            raise ClientFault("the client's model from the previous stage is missing")
         model = without_prefix(memory, _MODEL)
         widths, assignment = read_widths(memory), read_assignment(memory)
         memory[STEP] = sent[STEP]

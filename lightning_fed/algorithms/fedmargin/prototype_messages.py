@@ -80,29 +80,29 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
         >>> find_invalid_prototypes(packed), find_invalid_prototypes(packed, num_classes=1)
-        (None, 'its prototypes include class 1 instead of only 0 to 0')
+        (None, "the client's prototypes include class 1 instead of only 0 to 0")
     """
     margins = [value for name, value in packed.items() if name.startswith(_LPM)]
     if any(value.numel() != 1 or not value.is_floating_point() for value in margins):
-        return "its prototype margin is not a floating-point scalar"
+        return "the client's prototype margin is not a floating-point scalar"
     if any(bool(value < 0) for name, value in packed.items() if name.startswith(_LPM_WITHOUT_SIGN)):
-        return "its prototype margin is a negative distance"
+        return "the client's prototype margin is a negative distance"
     missing = [name for name in PROTOTYPE_KEYS if name not in packed]
     if missing:
-        return None if len(missing) == len(PROTOTYPE_KEYS) else f"its prototypes lack {missing[0]!r}"
+        return None if len(missing) == len(PROTOTYPE_KEYS) else f"the client's prototypes lack {missing[0]!r}"
     classes, means, counts = (packed[name] for name in PROTOTYPE_KEYS)
     has_shapes = means.ndim == 2 and classes.shape == counts.shape == means.shape[:1]
     if not has_shapes or not classes.dtype == counts.dtype == torch.int64 or not means.is_floating_point():
         forms = ", ".join(f"{packed[name].dtype} of shape {tuple(packed[name].shape)}" for name in PROTOTYPE_KEYS)
-        return f"its prototypes have invalid classes, means and counts: {forms}"
+        return f"the client's prototypes have invalid classes, means and counts: {forms}"
     if not len(classes):
         return None
     if int(classes.min()) < 0:
-        return f"its prototypes include the invalid class {int(classes.min())}"
+        return f"the client's prototypes include the invalid class {int(classes.min())}"
     if num_classes is not None and int(classes.max()) >= num_classes:
-        return f"its prototypes include class {int(classes.max())} instead of only 0 to {num_classes - 1}"
+        return f"the client's prototypes include class {int(classes.max())} instead of only 0 to {num_classes - 1}"
     if len(set(classes.tolist())) < len(classes):
-        return "its prototypes contain a class twice"
+        return "the client's prototypes contain a class twice"
     for count in (int(counts.min()), int(counts.max())):
         if not 1 <= count <= _MAX_COUNT:
             return f"one of its prototypes is the mean of {count} feature vectors"
@@ -120,7 +120,7 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
     Example:
         >>> margins = {"a": 1.0, "b": 1.5, "c": 1e30}
         >>> find_outlying_prototypes({k: {"prototypes:lpm:semantic:mean": torch.tensor(v)} for k, v in margins.items()})
-        {'c': 'its prototype margin is 1e+30, but the median is 1.5'}
+        {'c': "the client's prototype margin is 1e+30, but the median is 1.5"}
     """
     margins = {
         client: max(abs(float(value)) for name, value in extras.items() if name.startswith(_LPM))
@@ -143,7 +143,7 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
         median = _median(sizes)
         for client, size in sizes.items():
             if median and size > _OUTLYING * max(median, least):
-                faults[client] = f"its {description} {size:.3g}, but the median is {median:.3g}"
+                faults[client] = f"the client's {description} {size:.3g}, but the median is {median:.3g}"
     return faults
 
 
@@ -159,7 +159,7 @@ def find_mismatched_prototypes(
         >>> means = {"a": torch.ones(2, 3), "b": torch.ones(2, 8), "c": torch.ones(1, 8)}
         >>> prototypes = {client: Prototypes(mean, torch.ones(len(mean)).int()) for client, mean in means.items()}
         >>> find_mismatched_prototypes({client: pack_prototypes(value) for client, value in prototypes.items()})
-        {'a': 'its prototypes have 3 features instead of 8'}
+        {'a': "the client's prototypes have 3 features instead of 8"}
     """
     widths = {
         client: extras["prototypes:means"].shape[1]
@@ -169,7 +169,7 @@ def find_mismatched_prototypes(
     votes = Counter(widths.values())
     majority = max(votes, key=lambda width: (votes[width], width == known, width), default=None)
     return {
-        client: f"its prototypes have {width} features instead of {majority}"
+        client: f"the client's prototypes have {width} features instead of {majority}"
         for client, width in widths.items()
         if width != majority
     }

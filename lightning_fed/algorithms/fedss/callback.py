@@ -157,7 +157,7 @@ class SampledSoftmax(FederatedCallback):
             local = head.begin_batch(labels, columns)
         except ForeignLabelError as error:
             raise ClientFault(
-                f"it has an unknown class: {error} Pass the clients' `classes` to `SampledSoftmax`"
+                f"the client has an unknown class: {error} Pass the clients' `classes` to `SampledSoftmax`"
             ) from error
         if target.is_floating_point():
             local = local.to(target.dtype)
@@ -225,10 +225,10 @@ class SampledSoftmax(FederatedCallback):
             self._client_classes[client] = torch.unique(labels)
         positives, count = self._client_classes[client], self._head(trainer.lightning_module).num_classes
         if not len(positives):
-            raise ClientFault("it has no labels")
+            raise ClientFault("the client has no labels")
         lowest, highest = int(positives[0]), int(positives[-1])
         if not 0 <= lowest <= highest < count:
-            raise ClientFault(f"its labels range from {lowest} to {highest}, but the head has {count} classes")
+            raise ClientFault(f"the client's labels range from {lowest} to {highest}, but the head has {count} classes")
         return positives
 
     def _labels(self, trainer: L.Trainer, client: Client) -> Tensor:
@@ -245,7 +245,7 @@ class SampledSoftmax(FederatedCallback):
                 labels = torch.unique(self._classes_of(find_target(batch, self._labels_of))).cpu()
                 labels_of_batches.append(labels[labels >= 0])
         if faults:
-            raise ClientFault(f"its data raised {describe(faults[0])}") from faults[0]
+            raise ClientFault(f"the client's data raised {describe(faults[0])}") from faults[0]
         return torch.cat(labels_of_batches)
 
     def _classes_of(self, target: Tensor) -> Tensor:

@@ -58,7 +58,9 @@ class Steps:
         """Finds clients whose update has an infinite norm. Returns the reason for exclusion for each client."""
         is_good = self.norms.isfinite().tolist()
         return {
-            client: "its update has an infinite norm" for client, good in zip(clients, is_good, strict=True) if not good
+            client: "the client's update has an infinite norm"
+            for client, good in zip(clients, is_good, strict=True)
+            if not good
         }
 
     @torch.no_grad()

@@ -199,7 +199,7 @@ class FlowerTransport(Transport):
             clients = header.get("clients")
             # The log shows the client names.
             if not isinstance(clients, list) or not all(is_client(key) and str(key).isprintable() for key in clients):
-                raise PacketError(f"its list of clients is {clients!r}"[:200])
+                raise PacketError(f"the list is {clients!r}"[:200])
         except Exception as error:  # the content is untrusted
             _log.warning("Node %d sent no valid list of clients: %s.", node, one_line(describe(error)))
             self._retry_times[node] = time.monotonic() + _RETRY_SECONDS

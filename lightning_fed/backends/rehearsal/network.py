@@ -320,7 +320,10 @@ class RehearsalTransport(Transport):
         if message is not None and message.given_up_at is not None:  # the client's turn may come later
             now = message.given_up_at
         if message is None:
-            check(answer == "it is not connected", f"{place}: no message was sent, but the result is {answer!r:.60}")
+            check(
+                answer == "the client is not connected",
+                f"{place}: no message was sent, but the result is {answer!r:.60}",
+            )
             return
         arrived = message.arrived_at
         if arrived is not None and arrived < now - self._slack:
@@ -330,7 +333,7 @@ class RehearsalTransport(Transport):
             return
         machine = self._sites[message.client].machine
         lost_at, back_at = machine.lost_since(message.start, now), machine.online_since(now)
-        if answer == "its connection was lost":
+        if answer == "the client's connection was lost":
             first = lost_at
             while first is not None:  # polling may miss a short connection between two losses
                 earlier, lost = machine.lost_since(message.start, first - self._slack), first

@@ -74,13 +74,13 @@ class RemoteArrivals(RemoteClientSide):
         self._prepare(round)
         for client in [client for client in order.flying if client not in self._messages]:  # sent by a killed server
             if not self._send(round, client):
-                self._receive(round, client, "it is not connected", ended)
+                self._receive(round, client, "the client is not connected", ended)
         while len(server.report.received) < self._rule.buffer:
             away = self._start_visits(round, ended)
             if not self._messages and (not away or waited > self._transport.deadline.reconnect):
                 for client in away:
                     ended[client] = RemoteVisit(round.fit.schedule.visit_of(number, client), len(ended))
-                    server.fail(client, "it is not connected")
+                    server.fail(client, "the client is not connected")
                 break
             waited = 0.0 if self._messages else waited + _PAUSE
             arrival = self._transport.await_any(self._messages, partial(self._pack_visit, round), _PAUSE)
@@ -126,7 +126,7 @@ class RemoteArrivals(RemoteClientSide):
         if self._unsent.get(client) and is_lacking(answer):
             if self._send(round, client, is_whole=True):
                 return
-            answer = "it is not connected"
+            answer = "the client is not connected"
         version = self._order.flying.pop(client)
         rule.arrived[client] = Arrival(0.0, len(ended), client, version)
         remote = ended[client] = RemoteVisit(fit.schedule.visit_of(version, client), len(ended))

@@ -147,7 +147,9 @@ class RemoteClientSide(RemoteSide):
                     if not remote.asked:
                         raise
                     # The request contains rows outside the model.
-                    server.refuse(client, f"its request cannot be answered: {describe(error)}", without_frames(error))
+                    server.refuse(
+                        client, f"the client's request cannot be answered: {describe(error)}", without_frames(error)
+                    )
                     continue
                 yield remote.visit, remote.broadcast, remote.asked
 
@@ -162,7 +164,7 @@ class RemoteClientSide(RemoteSide):
         fit, server, client = round.fit, round.fit.server, remote.visit.client
         if request is not None:
             if not isinstance(request, Request):
-                _exclude(server, client, request, "it sent no request")
+                _exclude(server, client, request, "the client sent no request")
                 return
             request.extras = on_device(request.extras, fit.module.device)
             fault = find_non_finite(request.extras)
@@ -173,7 +175,7 @@ class RemoteClientSide(RemoteSide):
         remote.broadcast = yield Ask(request or Request(client))
         answer = self._open((yield Step()), client, round.state)
         if not isinstance(answer, tuple):
-            _exclude(server, client, answer, "it sent a request instead of an update")
+            _exclude(server, client, answer, "the client sent a request instead of an update")
             return
         update, reported = answer
         try:
@@ -187,7 +189,7 @@ class RemoteClientSide(RemoteSide):
             server.refuse(client, str(error))
             return
         except Exception as error:
-            server.refuse(client, f"its answer is invalid: {describe(error)}", without_frames(error))
+            server.refuse(client, f"the client's answer is invalid: {describe(error)}", without_frames(error))
             return
         if (yield UpdateAnswer(update)):
             remote.steps = steps
@@ -347,7 +349,7 @@ class RemoteClientSide(RemoteSide):
         answer = self._open(reply, client, model)
         if isinstance(answer, tuple):
             return answer[0]
-        return answer.reason if isinstance(answer, Fault) else "it sent an answer of another kind"
+        return answer.reason if isinstance(answer, Fault) else "the client sent an answer of another kind"
 
     def _open(self, reply: Packet | str, client: Client, model: State) -> _Reply:
         answer = read_answer(reply, client, model)
@@ -373,7 +375,7 @@ def _fill_in(update: ClientUpdate, sent: State, count: int) -> None:
         return
     missing = frozenset(sent.keys() - update.state.keys())
     if len(missing) != count:
-        raise BadUpdate(f"it reports {count} unsent entries, but {len(missing)} entries are missing")
+        raise BadUpdate(f"the client reports {count} unsent entries, but {len(missing)} entries are missing")
     whole = update.state | {name: sent[name] for name in missing}
     update.state = {name: whole[name] for name in (*sent, *(update.state.keys() - sent.keys()))}
     update.unsent = missing
@@ -399,24 +401,26 @@ class _Steps:
 def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
     """Returns the step counts and loss scale that a client reports. Invalid values raise ``BadUpdate``."""
     if said.steps > most:
-        raise BadUpdate(f"it reports {said.steps} steps, but at most {most} are possible")
+        raise BadUpdate(f"the client reports {said.steps} steps, but at most {most} are possible")
     after: Any = said.after
     if after is None:
         return _Steps(said.steps)
     steps: Any = after.get("steps") if isinstance(after, dict) else None
     is_list = isinstance(steps, list) and len(steps) == len(optimizers.step_schedulers)
     if not is_list or not all(type(step) is int and 0 <= step <= most for step in steps):
-        raise BadUpdate(f"its scheduler steps are invalid: got {steps!r:.100}, expected 0 to {most} for each scheduler")
+        raise BadUpdate(
+            f"the client's scheduler steps are invalid: got {steps!r:.100}, expected 0 to {most} for each scheduler"
+        )
     start, scaler = pack_numbers(optimizers.start["scaler"]), after.get("scaler")
     if not start or not scaler:
         return _Steps(said.steps, steps)
     try:
         fitted = fit_numbers(scaler, start)
     except ValueError as error:
-        raise BadUpdate(f"its loss scale is invalid: {error}") from error
+        raise BadUpdate(f"the client's loss scale is invalid: {error}") from error
     moved = {name for name in start if fitted[name] != start[name]} - {"scale", "_growth_tracker"}
     if moved or not _LOSS_SCALES[0] <= fitted["scale"] <= _LOSS_SCALES[1]:
-        raise BadUpdate(f"its loss scale is invalid: {fitted}")
+        raise BadUpdate(f"the client's loss scale is invalid: {fitted}")
     return _Steps(said.steps, steps, fitted)
 
 

@@ -20,6 +20,9 @@ def refuse_older_order(folder: Path, train_request: TrainRequest) -> None:
     path, order = folder / "orders" / file_name(visit.client), [train_request.start, visit.round]
     newest = json.loads(path.read_text()) if path.exists() else []
     if newest > order:
-        raise ClientFault("it has a newer order from a later server start or round: set the clock of a restored server")
+        raise ClientFault(
+            "the client has a newer request from a later start of the server, or from a later round: "
+            "correct the clock of a restored server"
+        )
     if newest < order:
         write_text_atomically(path, json.dumps(order))

@@ -49,10 +49,10 @@ _DTYPES = {
 }  # fmt: skip
 
 
-NOT_HERE = "its data are not on this node"
+NOT_HERE = "the client's data are not on this node"
 """Fault if the node does not serve the client."""
 
-NOT_HELD = "it does not store the entries omitted from the message"
+NOT_HELD = "the client does not store the entries omitted from the message"
 """Fault if the client's entries differ from the server's record. The server then sends all entries."""
 
 
@@ -179,7 +179,7 @@ def read_packet(packet: Packet, *kinds: str, client: Client | None = None) -> tu
             state[name] = _tensor_at(packet.data, start, size, dtype, group == "state").reshape(shape)
             start += size
     if start != len(packet.data):
-        raise PacketError(f"its entries need {start} bytes, but the message contains {len(packet.data)}")
+        raise PacketError(f"the message's entries need {start} bytes, but the message contains {len(packet.data)}")
     return (header if len(kinds) == 1 else {**header, "kind": kind}), tensors
 
 
@@ -195,10 +195,10 @@ def _tensor_at(data: bytes, start: int, size: int, dtype: torch.dtype, is_model:
 
 def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
     if not (isinstance(row, list) and len(row) == 3 and _is_name(row[0]) and _is_shape(row[2])):
-        raise PacketError(f"its tensor table has the invalid row {row!r}")
+        raise PacketError(f"the message's tensor table has the invalid row {row!r}")
     name, dtype, shape = row
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise PacketError(f"its entry {name!r} has the invalid dtype {dtype!r}")
+        raise PacketError(f"the message's entry {name!r} has the invalid dtype {dtype!r}")
     return name, _DTYPES[dtype], shape, math.prod(shape) * _DTYPES[dtype].itemsize
 
 
@@ -287,7 +287,7 @@ def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadca
         train_request = TrainRequest(visit=visit, **header)
         _check_train_request(train_request)
     except (TypeError, KeyError, ValueError) as error:
-        raise PacketError(f"its train request is invalid: {error}") from error
+        raise PacketError(f"the train request is invalid: {error}") from error
     return train_request, Broadcast(visit.round, tensors.get("state", {}), tensors.get("extras", {}))
 
 
@@ -349,8 +349,8 @@ def find_bad_size(packet: Packet, model: State) -> str | None:
     longest, largest = _TEXT[0] + _TEXT[1] * len(model), _DATA[0] + _DATA[1] * size
     if len(packet.text) > longest or len(packet.data) > largest:
         return (
-            f"its answer has {len(packet.text)} characters and {len(packet.data)} bytes, but the limits are {longest} "
-            f"and {largest}"
+            f"the client's answer has {len(packet.text)} characters and {len(packet.data)} bytes, but the "
+            f"limits are {longest} and {largest}"
         )
     return None
 
@@ -385,18 +385,24 @@ def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, 
         metrics = {name: float(value) for name, value in header["metrics"].items() if isinstance(value, int | float)}
         num_samples, steps, unsent = header["num_samples"], header["steps"], header["unsent"]
         if any(type(number) is not int or not 0 <= number < _MANY for number in (num_samples, steps, unsent)):
-            raise PacketError(f"it reports {num_samples!r} examples, {steps!r} steps and {unsent!r} unsent entries")
+            raise PacketError(
+                f"the client reports {num_samples!r} examples, {steps!r} steps and {unsent!r} unsent entries"
+            )
         update = ClientUpdate(client, num_samples, tensors["state"], tensors["extras"], metrics)
         if not is_head(header["head"]):
-            raise PacketError(f"the head of its record is {header['head']!r:.100}")
+            raise PacketError(f"the head of the client's record is {header['head']!r:.100}")
         return update, Answer(steps, header["after"], header["keeps"] is True, unsent, header["head"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise (error if isinstance(error, PacketError) else PacketError(f"its header is invalid: {error!r}")) from error
+        raise (
+            error if isinstance(error, PacketError) else PacketError(f"the answer's header is invalid: {error!r}")
+        ) from error
 
 
 def unreadable(error: Exception) -> str:
     """Returns the reason to exclude a client after an unreadable answer. ``error`` was raised while reading."""
-    return one_line(f"its answer cannot be read: {error if isinstance(error, PacketError) else describe(error)}")
+    return one_line(
+        f"the client's answer cannot be read: {error if isinstance(error, PacketError) else describe(error)}"
+    )
 
 
 def one_line(text: str) -> str:

@@ -89,7 +89,7 @@ class _Total:
         if not self.clients:
             self.numbers = np.array([0] * (words.numel() // WORDS), dtype=object)
         if words.shape != (len(self.numbers), WORDS) or words.dtype != torch.int32 or len(update.extras) > 1:
-            return "its answer is not a list of masked numbers"
+            return "the client's answer is not a list of masked numbers"
         self.numbers += to_numbers(words)
         self.clients.append(update.client)
         return ""

@@ -192,7 +192,7 @@ class ClientRunner:
             return write_update(remote.answer, Answer())
         update = remote.server.update
         if update is None:
-            raise ClientFault(remote.server.fault or "it has no answer to send")
+            raise ClientFault(remote.server.fault or "the client has no answer to send")
         examples, seconds = update.num_samples, time.monotonic() - start
         store = FolderStore(self._store / run, keep_all=True)
         if train_request.needed:
@@ -226,7 +226,7 @@ class ClientRunner:
             raise ClientFault(NOT_SUMMED if self._summed is None else NOT_MASKED)
         if train_request.seed != seed:
             raise ClientFault(
-                f"its federation has seed {seed}, but the server's federation has seed {train_request.seed}"
+                f"the client's federation has seed {seed}, but the server's federation has seed {train_request.seed}"
             )
         if kind != VISIT:
             return

@@ -42,8 +42,8 @@ from lightning_fed.messages import Client, ClientUpdate, State, file_name
 
 _log = logging.getLogger(__name__)
 
-NOT_MASKED = "its federation has a secure sum, but the server requests an unmasked update"
-NOT_SUMMED = "the server has a secure sum, but its federation has none"
+NOT_MASKED = "the client's federation has a secure sum, but the server requests an unmasked update"
+NOT_SUMMED = "the server has a secure sum, but the client's federation has none"
 
 
 class ClientSum:
@@ -150,7 +150,7 @@ class ClientSum:
         if list(shares) != list(request.peers):
             raise SumError("the server requests shares of clients that are not peers of the masked update")
         if self._client not in survivors:
-            raise SumError("it is not one of the clients in the sum to unmask")
+            raise SumError("the client is not one of the clients in the sum to unmask")
         self._check_count(len(survivors), int(known["least"]))
         self._note_release(request.round, survivors)
         return tuple(shares[peer].seed if peer in survivors else shares[peer].pairing for peer in request.peers)
@@ -183,7 +183,7 @@ class ClientSum:
         try:
             path.rename(claimed)
         except FileNotFoundError as error:
-            reason = f"it has no secrets for this step of the secure sum in round {round_number(round)}"
+            reason = f"the client has no secrets for this step of the secure sum in round {round_number(round)}"
             raise ClientFault(reason) from error
         try:
             values: dict[str, Any] = json.loads(claimed.read_text())
@@ -206,7 +206,7 @@ def maskable(update: ClientUpdate, sent: State) -> State:
         numbers[name] = value
     bare = [name for name, value in numbers.items() if value.dtype != torch.int32]
     if bare or update.metrics:
-        raise ClientFault(f"it would send {(bare or sorted(update.metrics))[0]!r} without a mask")
+        raise ClientFault(f"the client would send {(bare or sorted(update.metrics))[0]!r} without a mask")
     return numbers
 
 

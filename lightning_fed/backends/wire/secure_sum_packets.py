@@ -73,7 +73,7 @@ def read_sum_request(packet: Packet) -> SumRequest:
     """Reads a packet from :func:`write_sum_request`. Raises ``PacketError`` for an invalid request."""
     header, tensors = read_packet(packet, "sum")
     if set(header) != {"stage", "run", "round", "client", "least", "peers", "survivors"}:
-        raise PacketError("its request has missing or unknown fields")
+        raise PacketError("the request has missing or unknown fields")
     stage, peers, survivors = header["stage"], header["peers"], header["survivors"]
     if stage not in get_args(Stage):
         raise PacketError(f"the step {stage!r:.100} is invalid")
@@ -81,14 +81,16 @@ def read_sum_request(packet: Packet) -> SumRequest:
     if bad_place is not None:
         raise PacketError(bad_place)
     if type(header["least"]) is not int or not 0 <= header["least"] < _MANY:
-        raise PacketError(f"least is {header['least']!r:.100}")
+        raise PacketError(f"the field least has the invalid value {header['least']!r:.100}")
     if not isinstance(peers, list) or len(peers) > _MOST_CLIENTS or not all(map(is_client, peers)):
-        raise PacketError("its list of clients is invalid")
+        raise PacketError("the request's list of clients is invalid")
     if len(set(peers)) < len(peers) or bool(peers) != (stage != "keys"):
-        raise PacketError(f"its list of {len(peers)} clients has duplicates, or is not allowed in the step {stage!r}")
+        raise PacketError(
+            f"the request's list of {len(peers)} clients has duplicates or does not belong in the step {stage!r}"
+        )
     expected = len(peers) if stage == "unmask" else 0
     if not isinstance(survivors, list) or len(survivors) != expected or {*map(type, survivors)} - {bool}:
-        raise PacketError("its list of survivors is invalid")
+        raise PacketError("the request's list of survivors is invalid")
     rows = _to_rows(tensors, len(peers) if ROW_BYTES[stage] else 0, ROW_BYTES[stage])
     return SumRequest(**{**header, "peers": tuple(peers), "survivors": tuple(survivors), "rows": rows})
 
@@ -103,12 +105,14 @@ def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | F
     """Reads the byte strings or the fault in a client's answer. An answer that is too large raises ``PacketError``."""
     count, size = (1 if request.stage == "keys" else len(request.peers)), REPLY_BYTES[request.stage]
     if len(packet.data) > count * size or len(packet.text) > _TEXT[0] + _TEXT[1] * count:
-        raise PacketError(f"its answer is too large: {len(packet.text)} characters and {len(packet.data)} bytes")
+        raise PacketError(
+            f"the client's answer is too large: {len(packet.text)} characters and {len(packet.data)} bytes"
+        )
     header, tensors = read_packet(packet, "sum", "fault", client=request.client)
     if header["kind"] == "fault":
         return Fault(request.client, one_line(str(header.get("reason"))))
     if header.get("stage") != request.stage:
-        raise PacketError(f"it answers {header.get('stage')!r:.100}")
+        raise PacketError(f"the client answers the step {header.get('stage')!r:.100} instead of {request.stage!r}")
     return _to_rows(tensors, count, size)
 
 
@@ -125,8 +129,10 @@ def _to_tensor(rows: tuple[bytes, ...], size: int) -> torch.Tensor:
 
 def _to_rows(tensors: Mapping[str, Mapping[str, Any]], count: int, size: int) -> tuple[bytes, ...]:
     if tensors.keys() != {"rows"} or tensors["rows"].keys() != {"rows"}:
-        raise PacketError("its tensors are not rows of bytes")
+        raise PacketError("the message's tensors are not rows of bytes")
     value: torch.Tensor = tensors["rows"]["rows"]
     if value.dtype != torch.uint8 or value.shape != torch.Size([count, size]):
-        raise PacketError(f"its rows are {value.dtype} of shape {list(value.shape)} instead of {[count, size]}")
+        raise PacketError(
+            f"the message's rows are {value.dtype} of shape {list(value.shape)} instead of {[count, size]}"
+        )
     return tuple(row.numpy().tobytes() for row in value)

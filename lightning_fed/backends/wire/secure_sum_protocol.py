@@ -107,7 +107,7 @@ def make_secrets() -> Secrets:
 def check_public(public: bytes) -> None:
     """Raises ``SumError`` if the row published by a client contains a key unsuitable for a key exchange."""
     if len(public) != PUBLIC:
-        raise SumError(f"its keys have {len(public)} bytes instead of {PUBLIC}")
+        raise SumError(f"the client's keys have {len(public)} bytes instead of {PUBLIC}")
     probe = os.urandom(KEY)
     for key in (public[:KEY], public[KEY : 2 * KEY]):
         _exchange(probe, key)
@@ -120,13 +120,13 @@ def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least
     because one half could then restore the seed, and the other half the pairing secret.
     """
     if peers.get(client) != own:
-        raise SumError("its own keys are missing in the sum")
+        raise SumError("the client's own keys are missing from the keys of the sum")
     for part in (slice(0, KEY), slice(KEY, 2 * KEY)):
         if len({public[part] for public in peers.values()}) < len(peers):
             raise SumError("two clients of the sum have the same key")
     if not len(peers) / 2 < least <= len(peers):
         raise SumError(
-            f"{least} of {len(peers)} clients could restore its secrets, but more than half must be necessary"
+            f"{least} of {len(peers)} clients could restore the client's secrets, but more than half must be necessary"
         )
 
 
@@ -218,7 +218,8 @@ def _restore(
     )
     if len(opened) < least:
         raise SumError(
-            f"{len(held) - len(opened)} of {len(held)} clients cannot open the shares of client {dealer!r}, and its "
+            f"{len(held) - len(opened)} of {len(held)} clients cannot open the shares of client {dealer!r}, and "
+            f"the client's "
             f"{secret_name} requires {least} shares: either this client or all of these clients are at fault",
             dealer,
         )
@@ -233,7 +234,7 @@ def _restore(
         }  # fmt: skip
         return secret, wrong
     raise SumError(
-        f"the shares of client {dealer!r} do not restore its {secret_name}: either this client or more than "
+        f"the shares of client {dealer!r} do not restore the client's {secret_name}: either this client or more than "
         f"{len(opened) - least} of the {len(opened)} answering clients are at fault",
         dealer,
     )

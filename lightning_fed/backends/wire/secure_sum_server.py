@@ -50,7 +50,7 @@ class ServerSum:
         unusable shares is also excluded; the other clients restart with new keys, because no update is masked yet.
         """
         for client in [client for client in clients if client in self.distrusted]:
-            self._server.fail(client, "its shares failed in an earlier sum of this run")
+            self._server.fail(client, "the client's shares failed in an earlier sum of this run")
         clients = [client for client in clients if client not in self.distrusted]
         while self._are_enough(clients):
             published = self._publish(clients)
@@ -76,7 +76,7 @@ class ServerSum:
             try:
                 check_public(public)
                 if any(public[:32] == other[:32] or public[32:64] == other[32:64] for other in published.values()):
-                    raise SumError("another client has published one of its keys")
+                    raise SumError("another client has published one of the client's keys")
             except SumError as error:
                 self._server.fail(client, str(error))
                 continue
@@ -101,7 +101,7 @@ class ServerSum:
         missing = sum(rows[client] != OPENED for rows in opened.values())
         if not missing:
             return False
-        words = f"{missing} of {len(opened)} clients cannot open its shares"
+        words = f"{missing} of {len(opened)} clients cannot open the client's shares"
         if len(opened) - missing >= self._sum.least:
             number = round_number(self._server.report.round)
             _log.warning("Round %d: client %r: %s; the shares of the other clients suffice.", number, client, words)

@@ -59,7 +59,7 @@ def find_public_reason(error: Exception) -> str:
     """Describes an exception for the server, in general only by class, because the text may contain file names."""
     if isinstance(error, HalvesMismatch):
         return str(error)
-    return f"its program raised {type(error).__name__}; see the client's log"
+    return f"the client's program raised {type(error).__name__}; see the client's log"
 
 
 class RemoteServer(ServerInterface):
@@ -90,7 +90,9 @@ class RemoteServer(ServerInterface):
         """
         request = Request(client) if request is None else request
         if self._asked and digest_request(request) != self._asked:
-            raise ClientFault("its request differs from the first request: its data must have a constant order")
+            raise ClientFault(
+                "the client's second request for this round differs from the first: make the order of the data constant"
+            )
         fault = find_implausible(self._broadcast.state | self._broadcast.extras)
         if fault is not None:
             raise ClientFault(f"the server's message is invalid: {fault}")
@@ -116,7 +118,7 @@ class RemoteServer(ServerInterface):
             # The text of an exception may contain names of files.
             self.fault = reason.replace(describe(error), type(error).__name__)
             if self.fault == reason:
-                self.fault = f"it failed with {type(error).__name__}"
+                self.fault = f"the client failed with {type(error).__name__}"
         return super().fail(client, reason, error)
 
     def finish_round(self) -> State | None:
@@ -169,7 +171,7 @@ class RemoteServerSide(RemoteSide):
         fit.store.restore(train_request.kept + 1, {"run": 0})
         assert isinstance(fit.store, FolderStore)
         if train_request.kept >= 0 and fit.store.newest(train_request.visit.client) != train_request.kept:
-            raise ClientFault(f"it has lost its state from round {round_number(train_request.kept)}")
+            raise ClientFault(f"the client has lost its state from round {round_number(train_request.kept)}")
         entries = live_entries(trainer.lightning_module)
         frozen = {name: entries[name] for name in entries if fit.policies[name] == "frozen"}
         if digest(frozen) != train_request.frozen:
@@ -252,7 +254,7 @@ class RemoteServerSide(RemoteSide):
         step = forward_step(module)
         try:
             if step is None:
-                raise ClientFault("its module does not implement the requested step")
+                raise ClientFault("the client's module does not implement the requested step")
             round.local.load_client(visit.client, ask_server(fit, Request(visit.client)).state)
             measured = client_statistics(trainer, module, fit.population, visit, measured_layers(fit), step)
             self.answer = ClientUpdate(visit.client, fit.population.num_samples(visit.client), {}, measured)
@@ -276,7 +278,7 @@ class RemoteServerSide(RemoteSide):
         try:
             callback = next((one for one in federated_callbacks(trainer) if type(one).__name__ == name), None)
             if not isinstance(callback, AskableCallback):
-                raise ClientFault(f"its program has no callback {str(name)[:100]!r}, which the server queries")
+                raise ClientFault(f"the client's program has no callback {str(name)[:100]!r}, which the server queries")
             state = ask_server(fit, Request(visit.client)).state
             fit.batch_norm.decision = "own" if question.get("decision") == "own" else ""
             if question.get("own"):

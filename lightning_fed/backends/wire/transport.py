@@ -121,7 +121,7 @@ class Transport(ABC):
             order.append(client)
             message = self.send(client, kind, packet, round)
             if message is None:
-                ready[client] = lambda: "it is not connected"
+                ready[client] = lambda: "the client is not connected"
             else:
                 open_messages[client] = message
             del packet  # frees a large model while waiting for answers
@@ -144,7 +144,7 @@ class Transport(ABC):
                 if client in ready:
                     break
                 if time.monotonic() > end:
-                    reason = self._give_up(open_messages.pop(client), f"it did not answer within {limit}")
+                    reason = self._give_up(open_messages.pop(client), f"the client did not answer within {limit}")
                     ready[client] = _constant(reason)
                 else:
                     time.sleep(self._poll)
@@ -175,7 +175,7 @@ class Transport(ABC):
             for message in messages.values():
                 answer = self._fetch(message, again)
                 if answer is None and time.monotonic() > message.sent_at + self.deadline.seconds:
-                    answer = self._give_up(message, f"it did not answer within {self.deadline.seconds:.0f} s")
+                    answer = self._give_up(message, f"the client did not answer within {self.deadline.seconds:.0f} s")
                 if answer is not None:
                     del messages[message.client]
                     self.received += len(answer.data) if isinstance(answer, Packet) else 0
@@ -212,7 +212,7 @@ class Transport(ABC):
                 return None
         if now - message.lost_at < self.deadline.reconnect:
             return None
-        return self._give_up(message, "its connection was lost")
+        return self._give_up(message, "the client's connection was lost")
 
     def _give_up(self, message: Message, reason: str = "") -> str:
         self._unanswered[message.name] = message.client, message.round, time.monotonic()

@@ -36,7 +36,9 @@ def check_numbers(report: EvaluationReport, announced: int | None) -> None:
         raise BadUpdate(fault)
     ratio = 1 if announced is None else max(announced, report.num_samples) / min(announced, report.num_samples)
     if ratio > _MOST_CHANGE:
-        raise BadUpdate(f"it had {announced} examples in its first evaluation, but now {report.num_samples}")
+        raise BadUpdate(
+            f"the client had {announced} examples in the first evaluation, but now has {report.num_samples}"
+        )
     for key, state in report.states.items():
         if not 0 <= state.updates <= _MOST_BATCHES * report.num_samples:
             raise BadUpdate(f"metric {key!r} received {state.updates} batches for {report.num_samples} examples")
@@ -102,7 +104,8 @@ def find_disagreements(
         for name, value in values.items():
             if 2 * flags[name] <= holders[name] and not is_close(report.values[name], value):
                 faults[client] = (
-                    f"its value of {name!r} is {report.values[name]:g}, but its sums and states give {value:g}"
+                    f"the client's value of {name!r} is {report.values[name]:g}, but the sums and states of the "
+                    f"client give {value:g}"
                 )
     return faults
 
@@ -141,8 +144,8 @@ def _compare_examples(
             limit = min(limit, _MOST_EXAMPLES * max(trained[client], median))
         if number > limit:
             outliers[client] = (
-                f"it has {number} examples, but the median of {len(numbers)} clients is {median}, and in training it "
-                f"had {trained.get(client, 'none')}"
+                f"the client has {number} examples, but the median of {len(numbers)} clients is {median}, and "
+                f"in training the client had {trained.get(client, 'none')}"
             )
 
 
@@ -158,7 +161,9 @@ def _compare(outliers: dict[Client, str], what: str, values: Mapping[Client, flo
     negative = [client for client, value in values.items() if value < 0]
     for client, value in values.items():
         if abs(value - median) > farthest or (is_loss and negative == [client] and value < lowest):
-            outliers.setdefault(client, f"its {what} is {value:g}; the median of {len(values)} clients is {median:g}")
+            outliers.setdefault(
+                client, f"the client's {what} is {value:g}; the median of {len(values)} clients is {median:g}"
+            )
 
 
 def _compare_counts(outliers: dict[Client, str], what: str, counts: Mapping[Client, float]) -> None:
@@ -168,5 +173,6 @@ def _compare_counts(outliers: dict[Client, str], what: str, counts: Mapping[Clie
     for client, count in counts.items():
         if count > _MOST_COUNTS * max(median, 1.0):  # a rare event may be absent on most clients
             outliers.setdefault(
-                client, f"its {what} are {count:g} per example, but the median of {len(counts)} clients is {median:g}"
+                client,
+                f"the client's {what} are {count:g} per example, but the median of {len(counts)} clients is {median:g}",
             )

@@ -173,7 +173,7 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
             raise ClientFault("the request is not a valid evaluation")
         loaders = self._of_clients(trainer, stage)
         if client not in loaders:
-            raise ClientFault(f"it has no {stage} data")
+            raise ClientFault(f"the client has no {stage} data")
         show_status(trainer, f"evaluating {client}")
         try:
             report = evaluate_data(trainer, module, loaders[client], stage, self.rules, limit)
@@ -183,7 +183,9 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
             error.add_note(f"Raised in the {stage} of client {client!r}.{_advice(error)}")
             raise
         if report.num_samples < self.min_examples:
-            raise ClientFault(f"it has fewer {stage} examples than its min_examples={self.min_examples}")
+            raise ClientFault(
+                f"the client has fewer {stage} examples than the client's min_examples={self.min_examples}"
+            )
         return report.as_update(client)
 
     # The server
@@ -342,7 +344,9 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
                 report = EvaluationReport.of(update)
                 for key, state in report.states.items():
                     if metric_of(key) not in metrics:
-                        raise BadUpdate(f"its metric {metric_of(key)!r:.100} does not exist in the server's module")
+                        raise BadUpdate(
+                            f"the client's metric {metric_of(key)!r:.100} does not exist in the server's module"
+                        )
                     check_state(metrics[metric_of(key)], state)
                 check_numbers(report, self._announced.get((stage, client)))
             except BadUpdate as error:

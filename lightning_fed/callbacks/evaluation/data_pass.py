@@ -434,7 +434,7 @@ def _read_batches(batches: Iterable[Any]) -> Iterator[Any]:
             return
         except Exception as error:
             _log.warning("Loading validation or test data raised an exception.", exc_info=error)
-            raise ClientFault(f"its data raised {type(error).__name__}") from error
+            raise ClientFault(f"the client's data raised {type(error).__name__}") from error
         yield batch
 
 

@@ -50,9 +50,9 @@ from lightning_fed.numerics.precision import at_least_float32
 _log = logging.getLogger(__name__)
 
 REASONS = (
-    "it is withheld",
-    "its state is a list of predictions or targets, and therefore reveals data",
-    "its states cannot be merged, because their `dist_reduce_fx` is not a sum, minimum, maximum or concatenation",
+    "the client withholds the metric",
+    "the state is a list of predictions or targets, and therefore reveals data",
+    "the metric's states cannot be merged, because a `dist_reduce_fx` is not a sum, minimum, maximum or concatenation",
 )
 """Reasons why a state stays with its client."""
 

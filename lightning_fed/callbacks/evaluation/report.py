@@ -70,23 +70,25 @@ class EvaluationReport:
     def of(cls, update: ClientUpdate) -> EvaluationReport:
         report = cls(update.num_samples)
         if len(update.extras) > 20 * _MOST_NAMES:
-            raise BadUpdate(f"its evaluation has {len(update.extras)} tensors, but the limit is {20 * _MOST_NAMES}")
+            raise BadUpdate(
+                f"the client's evaluation has {len(update.extras)} tensors, but the limit is {20 * _MOST_NAMES}"
+            )
         try:
             for entry, value in update.extras.items():
                 report._read(entry, value)
         except BadUpdate:
             raise
         except (ArithmeticError, ValueError, KeyError, RuntimeError, IndexError, TypeError) as error:
-            raise BadUpdate(f"its evaluation cannot be read: {type(error).__name__}") from error
+            raise BadUpdate(f"the client's evaluation cannot be read: {type(error).__name__}") from error
         if any(key not in report.states and metric_of(key) not in report.stays for key in report.metrics.values()):
-            raise BadUpdate("it has logged a metric without a state")
+            raise BadUpdate("the client has logged a metric without a state")
         if not report.values.keys() >= report.logged.keys() | report.metrics.keys():
-            raise BadUpdate("it has logged a name without a value")
+            raise BadUpdate("the client has logged a name without a value")
         for name in (*report.values, *report.logged, *report.metrics):
             if len(name) > _LONGEST_NAME or not name.isprintable():
                 raise BadUpdate(f"a value has the invalid name {name[:50]!r}")
         if len(report.values) > _MOST_NAMES:
-            raise BadUpdate(f"it has {len(report.values)} values, but the limit is {_MOST_NAMES}")
+            raise BadUpdate(f"the client has {len(report.values)} values, but the limit is {_MOST_NAMES}")
         return report
 
     def keep_names(self, names: set[str]) -> None:
@@ -99,7 +101,7 @@ class EvaluationReport:
     def _read(self, entry: str, value: Tensor) -> None:
         if entry == "support":
             if value.ndim != 1 or not bool((value >= 0).all()):
-                raise BadUpdate("its numbers of examples per class are not a list of counts")
+                raise BadUpdate("the client's numbers of examples per class are not a list of counts")
             self.support = value.double()
             return
         kind, detail, *names_in_entry = entry.split("|", 2)
@@ -130,7 +132,7 @@ class EvaluationReport:
             if "h" in detail or "l" in detail:
                 self.higher_is_better[names_in_entry[0]] = "h" in detail
         else:
-            raise BadUpdate(f"its evaluation has an unknown entry {kind!r:.50}")
+            raise BadUpdate(f"the client's evaluation has an unknown entry {kind!r:.50}")
 
     def _flags(self, name: str) -> str:
         direction = self.higher_is_better.get(name)

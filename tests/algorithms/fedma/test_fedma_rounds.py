@@ -313,5 +313,5 @@ def test_a_client_that_has_lost_its_model_is_left_out(federated_trainer, caplog)
     trainer = federated_trainer(max_rounds=3, method=FedMA(), callbacks=[Forget(1)])
 
     fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
-    assert "client 'c2' is excluded: its model from the previous stage is missing" in caplog.text
+    assert "client 'c2' is excluded: the client's model from the previous stage is missing" in caplog.text
     assert trainer.callback_metrics["fed/clients"] == 2

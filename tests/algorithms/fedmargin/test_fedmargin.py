@@ -486,7 +486,7 @@ def test_whose_prototypes_have_other_features_is_left_out_by_name(first, steps):
         assert server.count(update)
         assert server.accept(update)
     assert_same(without.aggregate(), server.finish_round())
-    assert server.report.failed == {first: "its prototypes have 7 features instead of 2"}
+    assert server.report.failed == {first: "the client's prototypes have 7 features instead of 2"}
     assert first not in server.report.received
     assert first not in server.report.metrics
     assert len(server.report.received) == 2
@@ -800,9 +800,9 @@ def claim(client, value, lpm, vectors=AFTER[1]):
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ({"lpm": 1e9}, "its prototype margin is 1e+09, but the median is 1"),
-        ({"lpm": -1.0}, "its prototype margin is a negative distance"),
-        ({"lpm": 1.0, "vectors": {0: (1e9, 0)}}, "its longest prototype has the length 1e+09"),
+        ({"lpm": 1e9}, "the client's prototype margin is 1e+09, but the median is 1"),
+        ({"lpm": -1.0}, "the client's prototype margin is a negative distance"),
+        ({"lpm": 1.0, "vectors": {0: (1e9, 0)}}, "the client's longest prototype has the length 1e+09"),
     ],
 )
 def test_a_claim_that_cannot_be_is_left_out(bad, reason):
@@ -828,7 +828,9 @@ def test_margins_with_signs_are_compared_with_the_prototypes_lengths(margin):
     packed = pack_prototypes(prototypes({0: (3.0, 4.0), 1: (0.0, 1.0)}))
     margins = {"a": 0.001, "b": -0.001, "c": 0.002, "wide": 4.9, "false": 501.0}
     extras = {client: packed | {lpm_key(margin, "mean"): torch.tensor(value)} for client, value in margins.items()}
-    assert find_outlying_prototypes(extras) == {"false": "its prototype margin is 501, but the median is 0.002"}
+    assert find_outlying_prototypes(extras) == {
+        "false": "the client's prototype margin is 501, but the median is 0.002"
+    }
     semantic = {
         client: packed | {lpm_key("semantic", "mean"): torch.tensor(value)} for client, value in margins.items()
     }

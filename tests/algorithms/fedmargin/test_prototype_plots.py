@@ -218,7 +218,8 @@ def test_prototypes_that_cannot_be_drawn(tmp_path, caplog):
     assert_same(module.state_dict(), federate([], False, 1, method="fedavg").state_dict())
     for client, reason in {"a": "have 3 features instead of 8", "c": "include class 1000000000003 instead"}.items():
         assert (
-            f"The prototypes of client '{client}' are excluded from the picture: its prototypes {reason}" in caplog.text
+            f"The prototypes of client '{client}' are excluded from the picture: the client's prototypes {reason}"
+            in caplog.text
         )
 
 

@@ -324,7 +324,7 @@ def test_a_label_that_is_not_its_own_leaves_the_client_out(federated_trainer, ca
     trainer.fit(module, data)
     assert trainer.callback_metrics["fed/failed"] == 1
     missing = data["c2"].tensors[1].unique().tolist()[:1]
-    assert "client 'c2' is excluded: it has an unknown class" in caplog.text
+    assert "client 'c2' is excluded: the client has an unknown class" in caplog.text
     assert f"the client's classes, but got {missing}" in caplog.text
     federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)]).fit(
         without, {client: dataset for client, dataset in data.items() if client != "c2"}
@@ -338,7 +338,9 @@ def test_labels_that_the_head_does_not_have(labels, federated_trainer, caplog):
     trainer = federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)])
     trainer.fit(models.Module(net(), plain_sgd), data)
     assert trainer.callback_metrics["fed/failed"] == 1
-    assert ("'x' is excluded: it has no labels" if not labels else f"but the head has {CLASSES} classes") in caplog.text
+    assert (
+        "'x' is excluded: the client has no labels" if not labels else f"but the head has {CLASSES} classes"
+    ) in caplog.text
 
 
 def test_loaders_that_leave_examples_out(federated_trainer):

@@ -471,7 +471,7 @@ def test_a_client_that_does_not_answer_may_be_honest(caplog):
     for client, row in zip(in_order(10), matrix(10), strict=True):
         server.sent(client, server.prepare(client))
         if client in in_order(10)[:2]:
-            server.fail(client, "it never answered")
+            server.fail(client, "the client never answered")
         else:
             server.accept(ClientUpdate(client, 1, split(row)))
     assert server.finish_round() is None
@@ -497,14 +497,14 @@ def test_a_step_that_cannot_be_compared_leaves_its_client_out():
     clients = in_order(6)
     state, report = finished(Krum(1), rows)
     assert list(report.failed) == [clients[0]]
-    assert report.failed[clients[0]] == "its values have a root mean square of inf, but the limit is 1e+10"
+    assert report.failed[clients[0]] == "the root mean square of all values is inf, but the limit is 1e+10"
     rule = Krum(1)
     rule.start(RoundInfo(0), {"w": torch.zeros(1, dtype=torch.float64)})
     for client, value in zip(clients, [1e200, 1.0, 2.0, 3.0, 4.0, 5.0], strict=True):
         rule.receive(ClientUpdate(client, 1, {"w": torch.tensor([value], dtype=torch.float64)}))
     with pytest.raises(BadUpdates) as raised:
         rule.aggregate()
-    assert raised.value.reasons == {clients[0]: "its update has an infinite norm"}
+    assert raised.value.reasons == {clients[0]: "the client's update has an infinite norm"}
     assert rule.aggregate()["w"].item() == 3.0
     np.testing.assert_allclose(joined(state), krum_reference(rows[1:], 1), **CLOSE)
 

@@ -273,7 +273,7 @@ def test_a_visit_that_hangs_leaves_its_client_out_in_all(two):
         assert one["rounds"] == 3
         assert one["report"]["failed"] == {}  # from the last round
     assert [found[0]["lines"][round]["fed/failed"] for round in range(3)] == [0, 1, 0]
-    said = f"Round 2: client {client!r} is excluded: its visit took longer than visit_timeout=8 seconds"
+    said = f"Round 2: client {client!r} is excluded: the client's visit took longer than visit_timeout=8 seconds"
     assert said in two.log(1, "stuck")
 
 

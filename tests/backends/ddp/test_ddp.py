@@ -95,8 +95,8 @@ def test_synchronised_batch_norm_has_the_statistics_of_joint_batches(federated_t
 BREAKS = [
     ("kill", 1, "process 2 of its 2 processes ended with signal SIGKILL"),
     ("kill", 0, "process 1 of its 2 processes ended with signal SIGKILL"),
-    ("raise", 1, "its program raised RuntimeError; see the client's log"),
-    ("sleep", 0, "its visit took longer than visit_timeout=20 seconds"),
+    ("raise", 1, "the client's program raised RuntimeError; see the client's log"),
+    ("sleep", 0, "the client's visit took longer than visit_timeout=20 seconds"),
 ]
 
 

@@ -28,7 +28,7 @@ def answer(order, judge):
     if order == "die" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if order == "raise" and rank == 1:
-        raise ClientFault("it has no memory")
+        raise ClientFault("the client has no memory")
     if rank == 0 and order in ("die", "raise"):
         time.sleep(60)  # as in an exchange with the second process
     return os.getpid() if order == "pid" else (order, rank, size)
@@ -58,7 +58,7 @@ def test_processes_stay_until_an_error(processes):
     assert processes.run("pid", ignore) == first
     for order, reason in [
         ("die", "process 2 of its 2 processes ended with signal SIGKILL"),
-        ("raise", "it has no memory"),
+        ("raise", "the client has no memory"),
     ]:
         pid, start = processes.run("pid", ignore), time.monotonic()
         with pytest.raises(ClientFault, match=reason):

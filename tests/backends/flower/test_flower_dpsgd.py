@@ -78,7 +78,7 @@ def test_a_client_answers_until_its_budget_is_used_up(tmp_path, caplog):
         caplog.clear()
         on_flower(tmp_path, module, data, Federation, 3 + fit, made)
         assert accounts(tmp_path)[20] == 4
-        words = "client 'bob' is excluded: its visit of 2 steps would raise epsilon from"
+        words = "client 'bob' is excluded: the client's visit of 2 steps would raise epsilon from"
         rounds = [round for round in range(5) if f"Round {round + 1}: {words}" in caplog.text]
         assert rounds == [2 + fit]
 
@@ -116,7 +116,7 @@ def test_another_noise_needs_another_account(tmp_path, caplog):
     on_flower(tmp_path, module, data, Federation, 1, lambda: [DPSGD(1.0, 0.5, 1e-3)])
     on_flower(tmp_path, module, data, Federation, 2, lambda: [DPSGD(1.0, 0.6, 1e-3)])
     for client in SIZES:
-        words = f"Round 2: client {client!r} is excluded: its earlier steps had noise_multiplier=0.5"
+        words = f"Round 2: client {client!r} is excluded: the client's earlier steps had noise_multiplier=0.5"
         assert words in caplog.text
     assert accounts(tmp_path) == STEPS
 

@@ -163,7 +163,7 @@ class Fails(ClientEvaluation):
         if client == "bob":
             raise ValueError("/home/bob/scans/17.png is no image")
         if client == "cid":
-            raise ClientFault("its data are being moved")
+            raise ClientFault("the client's data are being moved")
         return super().on_client_question(trainer, module, client, question)
 
 
@@ -174,8 +174,8 @@ def test_clients_that_do_not_answer_are_named(min_clients, tmp_path, caplog):
             tmp_path, base_and_head, models.vectors(TRAIN), Federation, 1, lambda: [Fails(min_clients=min_clients)],
             held_out=evaluations.held_out(models.vectors, 1),
         )  # fmt: skip
-    assert "Client 'bob' does not answer: its program raised ValueError; see the client's log." in caplog.text
-    assert "Client 'cid' does not answer: its data are being moved." in caplog.text
+    assert "Client 'bob' does not answer: the client's program raised ValueError; see the client's log." in caplog.text
+    assert "Client 'cid' does not answer: the client's data are being moved." in caplog.text
     assert "1 clients evaluated the model: 'ann'." in caplog.text
     assert ("Round 1 has no score: 1 clients were evaluated, fewer than min_clients=2." in caplog.text) == (
         min_clients == 2
@@ -196,7 +196,7 @@ def test_who_is_silent_in_an_evaluation_is_left_out_of_it(tmp_path, caplog):
         tmp_path, evaluations.Classifier, models.vectors(TRAIN), Federation, 1, lambda: [ClientEvaluation()],
         held_out=evaluations.held_out(models.vectors, 1), server_callbacks=[Silences()], grids=grids, limit=0.2,
     )  # fmt: skip
-    assert "Client 'bob' does not answer: it did not answer within 0 s." in caplog.text
+    assert "Client 'bob' does not answer: the client did not answer within 0 s." in caplog.text
     assert trainer.callback_metrics["fed/clients"] == 3
     assert trainer.callback_metrics["evaluation/clients"] == 2
     assert "val_loss" in trainer.progress_bar_metrics
@@ -207,7 +207,10 @@ def test_a_half_without_the_callback_says_so(tmp_path, caplog):
     _, trainer, *_ = on_flower(
         tmp_path, base_and_head, models.vectors(TRAIN), Federation, 1, server_callbacks=[ClientEvaluation()]
     )
-    assert "does not answer: its program has no callback 'ClientEvaluation', which the server queries." in caplog.text
+    assert (
+        "does not answer: the client's program has no callback 'ClientEvaluation', which the server queries."
+        in caplog.text
+    )
     assert "val_loss" not in trainer.callback_metrics
 
 

@@ -123,7 +123,7 @@ def reshaped_statistics(said, data):
 
 
 NONSENSE = {
-    "no answer": (lambda content: [], "it did not answer within 1 s"),
+    "no answer": (lambda content: [], "the client did not answer within 1 s"),
     "empty": (lambda content: [RecordDict()], "not from lightning-fed"),
     "other records": (
         lambda content: [RecordDict({"packet": ConfigRecord({"text": 3}), "tensors": ArrayRecord()})],
@@ -150,16 +150,16 @@ NONSENSE = {
         table(lambda said, data: (json.dumps(said), data + bytes(2**26 + 10_000))),
         "the limits are",
     ),
-    "10**18 examples": (changed(num_samples=10**15), "it reports 1000000000000000 examples"),
-    "steps of a year": (changed(steps=10**9), "it reports 1000000000 steps, but at most"),
-    "weights that overflow": (table(filled(3e38)), "its values have a root mean square of inf, but the limit is 1e+10"),
+    "10**18 examples": (changed(num_samples=10**15), "the client reports 1000000000000000 examples"),
+    "steps of a year": (changed(steps=10**9), "the client reports 1000000000 steps, but at most"),
+    "weights that overflow": (table(filled(3e38)), "the root mean square of all values is inf, but the limit is 1e+10"),
     "a number for a name": (
         table(lambda said, data: (json.dumps({**said, "tensors": {"state": [[1, "float32", [1]]]}}), data)),
         "has the invalid row",
     ),
-    "no examples": (changed(num_samples=0), "it reports 0 examples"),
+    "no examples": (changed(num_samples=0), "the client reports 0 examples"),
     "many examples": (changed(num_samples="many"), "'many' examples"),
-    "no metrics": (changed(metrics=None), "its header is invalid"),
+    "no metrics": (changed(metrics=None), "the answer's header is invalid"),
     "a program that failed": (
         lambda content: [to_records(write_packet("fault", {"client": LOST, "reason": "gone"}))],
         "gone",
@@ -253,7 +253,7 @@ def test_a_node_that_goes_and_comes_back(looks, federated_trainer, tmp_path, cap
     )
     here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[Loses()])
     assert_same(state_of(there), state_of(here))
-    assert "Round 2: client 'bob' is excluded: it is not connected." in caplog.text
+    assert "Round 2: client 'bob' is excluded: the client is not connected." in caplog.text
     assert {node for node, message in grids[0].sent if message.metadata.group_id == "2"} == {11, 13}
 
 
@@ -270,7 +270,7 @@ def test_a_new_node_that_says_nothing_holds_up_no_round(monkeypatch, tmp_path, c
         tmp_path, make_module, models.vectors(SIZES), Federation, server_callbacks=[Coming()], grids=grids, limit=3600
     )
     assert trainer.current_epoch == 3
-    assert caplog.text.count("client 'bob' is excluded: it is not connected.") == 2
+    assert caplog.text.count("client 'bob' is excluded: the client is not connected.") == 2
 
 
 @pytest.mark.parametrize(("days", "lost"), [(-1, ()), (1, ("bob", "cid"))])
@@ -325,7 +325,7 @@ def test_a_client_whose_disk_is_full_misses_the_round(federated_trainer, tmp_pat
     assert sum(f"s-{LOST}" in path for path in written) == 3
     here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), callbacks=[Loses()])
     assert_same(state_of(there), state_of(here))
-    assert f"Round 2: client {LOST!r} is excluded: its program raised OSError" in caplog.text
+    assert f"Round 2: client {LOST!r} is excluded: the client's program raised OSError" in caplog.text
 
 
 def test_full_disks_that_cost_nothing(tmp_path, monkeypatch, caplog, federated_trainer):
@@ -410,7 +410,7 @@ def test_a_client_whose_folder_is_lost(tmp_path, caplog):
         tmp_path, lambda: models.Module(models.BaseAndHead()), data, lambda: Federation(FedPer("net.head.*")),
         change=lose, rounds=2, server_callbacks=[Lose()],
     )  # fmt: skip
-    assert "client 'bob' is excluded: it has lost its state from round 1." in caplog.text
+    assert "client 'bob' is excluded: the client has lost its state from round 1." in caplog.text
 
 
 # --- Faulty programs --------------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ def test_one_client_that_says_its_program_is_at_fault_ends_no_run(tmp_path, capl
     def on_the_way(node, message, content):
         if message.metadata.message_type != "train" or not is_of(message, LOST):
             return [content]
-        return [to_records(write_packet("fault", {"client": LOST, "reason": "its program raised KeyError"}))]
+        return [to_records(write_packet("fault", {"client": LOST, "reason": "the client's program raised KeyError"}))]
 
     _, trainer, _, _ = on_flower(
         tmp_path, make_module, models.vectors(SIZES), lambda: Federation(clients_per_round=1, seed=2), 6,
@@ -443,13 +443,13 @@ def test_one_client_that_says_its_program_is_at_fault_ends_no_run(tmp_path, capl
     assert trainer.current_epoch == 6
     left_out = [message for message in caplog.messages if "is excluded" in message]
     assert left_out
-    assert all("client 'bob' is excluded: its program raised KeyError" in message for message in left_out)
+    assert all("client 'bob' is excluded: the client's program raised KeyError" in message for message in left_out)
 
 
 @pytest.mark.parametrize(
     ("federation", "reason"),
     [
-        (lambda: Federation(seed=5), "its federation has seed 5, but the server's federation has seed 0"),
+        (lambda: Federation(seed=5), "the client's federation has seed 5, but the server's federation has seed 0"),
         (lambda: Federation(frozen=["net.0.*"]), "other values for the entries that are never sent"),
     ],
 )
@@ -523,7 +523,7 @@ def test_an_answer_in_time_is_read_after_the_time_limit(tmp_path):
     transport.await_clients(3, 60)
     grid.silent.add(12)
     answers = transport.ask("query", ((client, write_packet("hello", {})) for client in ("bob", "cid")), 0)
-    assert next(answers) == ("bob", "it did not answer within 0 s")
+    assert next(answers) == ("bob", "the client did not answer within 0 s")
     time.sleep(0.1)  # processing an answer takes time
     client, answer = next(answers)
     assert client == "cid"
@@ -534,7 +534,7 @@ def test_a_message_of_nonsense_to_a_client(tmp_path):
     app = client_app(Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "c")
     with pytest.raises(ValueError, match="the message is not from lightning-fed"):
         app.runner.answer("train", Packet("{}"), {})
-    with pytest.raises(ValueError, match="its train request is invalid"):
+    with pytest.raises(ValueError, match="the train request is invalid"):
         app.runner.answer("train", write_packet("train", {"visit": {"client": "ann", "round": 0, "seed": 0}}), {})
 
 
@@ -575,6 +575,6 @@ def test_arguments_of_the_client(tmp_path, caplog):
     with pytest.raises(ValueError, match=r"but got \['max_epochs'\]"):
         client_app(Federation(), make_module, {}, {"max_epochs": 3})
     app = client_app(Federation(), make_module, lambda node: [1], store=tmp_path)
-    with pytest.raises(PacketError, match="its program raised MisconfigurationException"):
+    with pytest.raises(PacketError, match="the client's program raised MisconfigurationException"):
         app.runner.answer("query", write_packet("hello", {}), {})
     assert "Expected `data` to contain clients" in caplog.text

@@ -51,11 +51,11 @@ from tests.recorders import assert_same, state_of
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 NUMBERS = {
-    "a metric that no float is": ("fedavg", {"metrics": {"loss": 10**400}}, "its header is invalid"),
+    "a metric that no float is": ("fedavg", {"metrics": {"loss": 10**400}}, "the answer's header is invalid"),
     "more examples than there are": ("fedavg", {"num_samples": 10**400}, "examples"),
     "more steps than there are": ("fedavg", {"steps": 10**30}, "steps"),
-    "a list of schedulers": ("a schedule of steps", {"after": [1]}, "its scheduler steps are invalid: got"),
-    "no schedulers": ("a schedule of steps", {"after": {"steps": []}}, "its scheduler steps are invalid: got"),
+    "a list of schedulers": ("a schedule of steps", {"after": [1]}, "the client's scheduler steps are invalid: got"),
+    "no schedulers": ("a schedule of steps", {"after": {"steps": []}}, "the client's scheduler steps are invalid: got"),
     "steps back": ("a schedule of steps", {"after": {"steps": [-1]}}, "[-1], expected 0 to 1000000 for each scheduler"),
     "steps without end": (
         "a schedule of steps",
@@ -130,9 +130,9 @@ def test_a_run_is_no_path(where, policy, an_order, runner, tmp_path):
 def test_orders_of_nonsense(change, an_order, runner):
     said = json.loads(an_order.text)
     said["header"] |= change
-    with pytest.raises(PacketError, match="its train request is invalid"):
+    with pytest.raises(PacketError, match="the train request is invalid"):
         runner.answer("train", Packet(json.dumps(said), an_order.data), {})
-    with pytest.raises(PacketError, match="its train request is invalid"):
+    with pytest.raises(PacketError, match="the train request is invalid"):
         runner.answer("train", write_packet("train", {}), {})
 
 
@@ -153,7 +153,7 @@ def test_a_node_with_a_million_clients_is_not_read(tmp_path, caplog):
         return [to_records(write_packet("hello", {"clients": names}))] if node == 11 else [content]
 
     assert list(FlowerTransport(FakeGrid({11: good, 12: good}, change=change), 1).await_clients(3, 1)) == [*SIZES]
-    assert "its answer has 1588961 characters" in caplog.text
+    assert "the client's answer has 1588961 characters" in caplog.text
 
 
 def test_another_optimizer_is_no_other_learning_rate(tmp_path):
@@ -196,7 +196,7 @@ def test_another_folder_is_noticed(federation, callbacks, how, tmp_path, caplog)
     on_flower(
         tmp_path, case_module, models.vectors(SIZES), federation, callbacks=callbacks, server_callbacks=[Change()]
     )
-    assert "Round 3: client 'bob' is excluded: it has lost its state from round 2." in caplog.text
+    assert "Round 3: client 'bob' is excluded: the client has lost its state from round 2." in caplog.text
 
 
 def test_nodes_that_come_back_with_each_others_data(tmp_path, caplog):
@@ -211,7 +211,7 @@ def test_nodes_that_come_back_with_each_others_data(tmp_path, caplog):
     _, trainer, _, _ = on_flower(
         tmp_path, make_module, models.vectors(SIZES), Federation, 4, server_callbacks=[Swap()], grids=grids
     )
-    assert "Round 2: client 'bob' is excluded: its data are not on this node." in caplog.text
+    assert "Round 2: client 'bob' is excluded: the client's data are not on this node." in caplog.text
     assert trainer.callbacks[0].round_log.state_dict()["last"]["fed/failed"] == 0
 
 
@@ -342,7 +342,7 @@ def test_answers_at_the_limit_and_over_it(checked_by, monkeypatch, federated_tra
     left_out = [text for text in caplog.messages if "is excluded" in text]
     assert len(left_out) == 3
     for round, text in enumerate(left_out):
-        assert text.startswith(f"Round {round + 1}: client 'bob' is excluded: its answer has ")
+        assert text.startswith(f"Round {round + 1}: client 'bob' is excluded: the client's answer has ")
         assert f" and {most + 1} bytes, but the limits are " in text
         assert text.endswith(f" and {most}.")
     assert max(seen) == most + (checked_by == "server")
@@ -377,9 +377,9 @@ def test_answers_that_flower_cannot_put_together(damage, federated_trainer, tmp_
 
     there, _, _, _ = on_flower(tmp_path, make_module, data, lambda: Federation(seed=1), change=put_together)
     left_out = [text for text in caplog.messages if "is excluded" in text]
-    assert [text.startswith("Round 2: client 'bob' is excluded: its answer cannot be read:") for text in left_out] == [
-        True
-    ]
+    assert [
+        text.startswith("Round 2: client 'bob' is excluded: the client's answer cannot be read:") for text in left_out
+    ] == [True]
     here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[Loses()])
     assert_same(state_of(there), state_of(here))
 
@@ -423,7 +423,7 @@ def test_a_worker_outlives_what_it_cannot_answer(tmp_path, caplog):
     grid = FakeGrid({11: app, 12: app}, {11: {"worker": str(path)}, 12: {"worker": str(path), "client": "ann"}})
     list(FlowerTransport(grid, 5).ask("query", [], 0))
     assert "Node 11 sent no valid list of clients" in caplog.text
-    assert "its program raised KeyError; see the client's log" in caplog.text
+    assert "the client's program raised KeyError; see the client's log" in caplog.text
     del grid.apps[11]
     assert FlowerTransport(grid, 5).await_clients(1, 5) == ["ann"]
     with pytest.raises(FileExistsError, match="Another worker uses the socket"):

@@ -187,7 +187,7 @@ def test_answers_of_the_largest_size(federated_trainer, tmp_path):
         finish(deployment, run(deployment, write_app(tmp_path), tmp_path / "run", "padded", rounds=len(rounds)))
         limit = packets._DATA[0] + packets._DATA[1] * tensor_bytes(here.state_dict())  # noqa: SLF001
         for round in rounds:
-            assert f"Round {round + 1}: client 'bob' is excluded: its answer has" in deployment.log("run")
+            assert f"Round {round + 1}: client 'bob' is excluded: the client's answer has" in deployment.log("run")
         assert deployment.log("run").count(f"{limit + 1} bytes, but the limits are") == len(rounds)
         assert deployment.log("run").count("is excluded") == len(rounds)
     compare(tmp_path / "run", here)

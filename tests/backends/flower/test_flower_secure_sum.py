@@ -121,7 +121,7 @@ def test_one_that_is_lost_on_the_way(stage, lost, federated_trainer, tmp_path, c
     for expected, found in zip(here.aggregates, there.aggregates, strict=True):
         assert_same(expected, found)
     assert_same(state_of(masked), state_of(plain))
-    assert f"Round 2: client {lost!r} is excluded: its answer cannot be read" in caplog.text
+    assert f"Round 2: client {lost!r} is excluded: the client's answer cannot be read" in caplog.text
     assert [row["fed/failed"] for row in there.logged] == [0, 1, 0]
 
 
@@ -151,7 +151,7 @@ def test_one_more_and_the_round_comes_to_nothing(stage, federated_trainer, tmp_p
         "train": "the secure sum requires at least 4 clients",
     }
     words = words.get(stage, "are left")  # before training
-    lost_on_flower = "does not help" if stage == "unmask" else "its answer cannot be read"
+    lost_on_flower = "does not help" if stage == "unmask" else "the client's answer cannot be read"
     assert words in caplog.text[caplog.text.index(lost_on_flower) :]  # the simulation logs first
 
 
@@ -177,12 +177,10 @@ def test_a_sum_begins_again_without_one_who_seals_nonsense(federated_trainer, tm
     masked, _, _, grid = on_flower(
         tmp_path, module, models.vectors(SIZES), federation, change=seal_nonsense, server_callbacks=[there]
     )
-    words = (
-        "client 'bob' is excluded: 4 of 5 clients cannot open its shares: either this client or all of these clients"
-    )
+    words = "client 'bob' is excluded: 4 of 5 clients cannot open the client's shares"
     assert words in caplog.text
     assert "Round 1: the secure sum restarts with new keys from the other 4 clients." in caplog.text
-    assert "Round 2: client 'bob' is excluded: its shares failed in an earlier sum of this run" in caplog.text
+    assert "Round 2: client 'bob' is excluded: the client's shares failed in an earlier sum of this run" in caplog.text
     assert [row["fed/failed"] for row in there.logged] == [1, 1, 1]
     asked = [stage_of(message) for _, message in grid.sent]
     assert {stage: asked.count((stage, 0, "ann")) for stage in ("keys", "shares", "open", "train", "unmask")} == {
@@ -209,7 +207,10 @@ def test_one_that_nobody_else_accuses_stays(federated_trainer, tmp_path, caplog)
     masked, *_ = on_flower(tmp_path, module, models.vectors(SIZES), federation, change=accuse, server_callbacks=[there])
     plain, _ = in_process(federated_trainer, module, models.vectors(SIZES), federation())
     assert [row["fed/failed"] for row in there.logged] == [0, 0, 0]
-    assert "client 'bob': 1 of 5 clients cannot open its shares; the shares of the other clients suffice" in caplog.text
+    assert (
+        "client 'bob': 1 of 5 clients cannot open the client's shares; the shares of the other clients suffice"
+        in caplog.text
+    )
     assert_same(state_of(masked), state_of(plain))
 
 
@@ -227,10 +228,11 @@ def test_one_who_shares_something_else_costs_a_round(federated_trainer, tmp_path
     assert [row["fed/failed"] for row in there.logged] == [5, 1, 1]
     assert len(there.aggregates) == 2
     assert (
-        "the shares of client 'bob' do not restore its mask: either this client or more than 1 of the 5" in caplog.text
+        "the shares of client 'bob' do not restore the client's mask: either this client or more than 1 of the 5"
+        in caplog.text
     )
     assert "Round 1: client 'bob' is excluded from further sums of this run. The round is not repeated" in caplog.text
-    assert "Round 2: client 'bob' is excluded: its shares failed in an earlier sum of this run" in caplog.text
+    assert "Round 2: client 'bob' is excluded: the client's shares failed in an earlier sum of this run" in caplog.text
 
 
 def test_one_whose_disk_is_full_is_not_in_the_sum(federated_trainer, tmp_path, monkeypatch, caplog):
@@ -301,8 +303,8 @@ SUM = [MaxSamples(40), SecureSum(5.0)]
 @pytest.mark.parametrize(
     ("ours", "theirs", "words"),
     [
-        (SUM, [], "the server has a secure sum, but its federation has none"),
-        ([], SUM, "its federation has a secure sum, but the server requests an unmasked update"),
+        (SUM, [], "the server has a secure sum, but the client's federation has none"),
+        ([], SUM, "the client's federation has a secure sum, but the server requests an unmasked update"),
         (
             [MaxSamples(40), SecureSum(5.0, 0.6)], SUM,
             "3 of 5 clients could unmask the sum, but its federation requires a fraction of at least 0.667",
@@ -327,5 +329,5 @@ def test_private_halves_with_other_clips(clip, secure, tmp_path, caplog):
     halves = iter([Federation(steps=[KnownKey(own, 1e-3, 0.5), *secure]) for own in (0.05, 0.05, clip)])
     on_flower(tmp_path, module, models.vectors(SIZES), lambda: next(halves), 1)
     for name in SIZES:
-        words = f"client {name!r} is excluded: its federation has clip=0.05, but the server has clip={clip}"
+        words = f"client {name!r} is excluded: the client's federation has clip=0.05, but the server has clip={clip}"
         assert words in caplog.text

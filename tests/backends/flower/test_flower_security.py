@@ -202,17 +202,17 @@ def telltale_data(node):
 
 
 TELLTALES = {
-    "its data": (make_module, lambda: {"bob": Truncated()}, "its data raised OSError"),
-    "its length": (make_module, lambda: {"bob": Uncounted()}, "its data raised OSError"),
+    "its data": (make_module, lambda: {"bob": Truncated()}, "the client's data raised OSError"),
+    "its length": (make_module, lambda: {"bob": Uncounted()}, "the client's data raised OSError"),
     "its step": (
         lambda: Telltale(models.dropout_mlp(), models.momentum),
         lambda: {"bob": models.as_datasets(models.vectors(SIZES))["bob"]},
-        "its training step raised ValueError",
+        "the client's training step raised ValueError",
     ),
     "its program": (
         lambda: TelltaleSetup(models.mlp()),
         lambda: {"bob": models.as_datasets(models.vectors(SIZES))["bob"]},
-        "its program raised ValueError; see the client's log",
+        "the client's program raised ValueError; see the client's log",
     ),
 }
 
@@ -255,7 +255,7 @@ def test_data_that_cannot_be_read_tell_nothing(tmp_path, caplog):
     grid = FakeGrid({11: app})
     list(FlowerTransport(grid, 1).ask("query", [], 0))
     (error,) = grid.errors
-    assert str(error) == "its program raised OSError; see the client's log"
+    assert str(error) == "the client's program raised OSError; see the client's log"
     assert error.__cause__ is None
     assert error.__suppress_context__
     (warning,) = (text for text in caplog.messages if "sent no valid list of clients" in text)
@@ -383,5 +383,5 @@ def test_nodes_are_numbers(tmp_path):
 
 
 def test_our_own_words_may_be_read():
-    assert find_public_reason(OSError(SECRET)) == "its program raised OSError; see the client's log"
+    assert find_public_reason(OSError(SECRET)) == "the client's program raised OSError; see the client's log"
     assert find_public_reason(HalvesMismatch("both need the same model")) == "both need the same model"

@@ -380,7 +380,7 @@ def test_the_threat_model_has_every_field_that_leaves():
     assert {kind: set(re.findall(r"`(\w+)`", text)) for kind, text in rows.items()} == contents
     update = EvaluationReport(
         4, {"a": LoggedValue("mean", torch.tensor(2.0), 4.0)}, {"m": MetricState({"tp": torch.ones(1)}, 1)}, {"a": "m"},
-        {"a": 0.5}, stays={"n": "it is withheld"}, support=torch.ones(2),
+        {"a": 0.5}, stays={"n": "the client withholds the metric"}, support=torch.ones(2),
     ).as_update("ann")  # fmt: skip
     (evaluation,) = re.findall(r"^\| an evaluation \((.*?)\)", page, re.M)
     assert set(re.findall(r"`(\w+)`", evaluation)) == {name.partition("|")[0] for name in update.extras}

@@ -441,7 +441,7 @@ def test_a_single_example_on_which_batch_norm_cannot_train(federated_trainer, ca
         fit(federated_trainer, make(), models.as_datasets(models.vectors(sizes)), size, max_rounds=1)[0]
         for size in (1, 3)
     ]
-    assert caplog.text.count("client 'b' is excluded: it has a batch with a single example") == 2
+    assert caplog.text.count("client 'b' is excluded: the client has a batch with a single example") == 2
     assert_close(*states)
 
 
@@ -451,7 +451,7 @@ def test_a_client_whose_step_raises_is_excluded_by_name(make, federated_trainer,
     clients = models.vectors({"a": 40, "b": 40, "c": 33, "d": 40})
     clients["b"][1][20] = 99  # a label without a class, in the first or second batch
     compare(federated_trainer, wrapped(make), clients, size=4, batch_size=16)
-    assert caplog.text.count("client 'b' is excluded: its training step raised ") == 4
+    assert caplog.text.count("client 'b' is excluded: the client's training step raised ") == 4
     assert caplog.text.count("is excluded") == 4
 
 

@@ -61,7 +61,7 @@ UPDATE = ClientUpdate("a", 5, MODEL, {"batch_norm:1:mean": torch.zeros(2)}, {"lo
 REPLIES = [
     write_update(UPDATE, Answer(3, {"steps": [3], "scaler": {"scale": 2.0}}, True)),
     write_request(Request("a", {"w": torch.tensor([0, 1])}, {"x": torch.zeros(1)})),
-    write_fault(Fault("a", "its data are gone")),
+    write_fault(Fault("a", "the client's data are gone")),
 ]
 ORDER = write_train_request(
     "train",

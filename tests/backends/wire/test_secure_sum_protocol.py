@@ -153,7 +153,7 @@ def test_shares_that_are_not_those_that_were_sent():
         np.testing.assert_array_equal(masks, right)
         few = {name: shares[name] for name in survivors[:4]}
         with pytest.raises(
-            SumError, match="its key: either this client or" if lost else "its mask: either this client or"
+            SumError, match="client's key: either this client or" if lost else "client's mask: either this client or"
         ) as raised:
             find_masks(np.zeros(10, np.uint32), parties.peers, survivors, few, parties.positions, 4, CONTEXT)
         assert raised.value.dealer == of
@@ -215,8 +215,8 @@ def test_clients_among_which_a_client_does_not_share():
     check_peers(public, "a", public["a"], 3)
     twin = public["c"][:32] + public["b"][32:]
     for peers, least, words in (
-        ({**public, "a": make_secrets().public}, 3, "its own keys are missing"),
-        ({"b": public["b"], "c": public["c"]}, 2, "its own keys are missing"),
+        ({**public, "a": make_secrets().public}, 3, "the client's own keys are missing"),
+        ({"b": public["b"], "c": public["c"]}, 2, "the client's own keys are missing"),
         ({**public, "b": twin}, 3, "two clients of the sum have the same key"),
         (public, 2, "more than half must be necessary"),
         (public, 5, "more than half must be necessary"),
@@ -306,16 +306,16 @@ def test_nobody_is_asked_for_both_shares_of_a_client(tmp_path):
     first = node.ask("unmask", "a", survivors=(True, True, True, True, False))
     assert len(first) == 5
     for survivors in ((True, True, True, False, True), (True,) * 5, (True, True, True, True, False)):
-        assert "it has no secrets for this step of the secure sum in round 8" in reason(
+        assert "the client has no secrets for this step of the secure sum in round 8" in reason(
             node.ask("unmask", "a", survivors=survivors)
         )
     for stage in ("shares", "open", "unmask"):
-        assert "it has no secrets for this step of the secure sum in round 8" in reason(node.ask(stage, "a"))
-    with pytest.raises(ClientFault, match="it has no secrets for this step of the secure sum in round 8"):
+        assert "the client has no secrets for this step of the secure sum in round 8" in reason(node.ask(stage, "a"))
+    with pytest.raises(ClientFault, match="the client has no secrets for this step of the secure sum in round 8"):
         node.mask("a")
     # New keys require new secrets, shared by the other clients too.
     node.ask("keys", "a")
-    assert "its own keys are missing" in reason(node.ask("shares", "a"))
+    assert "the client's own keys are missing" in reason(node.ask("shares", "a"))
 
 
 def test_halves_of_the_clients_cannot_be_asked_for_one_each(tmp_path):
@@ -375,7 +375,7 @@ def test_shares_that_are_not_opened(peers, words, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"survivors": (False, True, True, True, True)}, "it is not one of the clients in the sum"),
+        ({"survivors": (False, True, True, True, True)}, "the client is not one of the clients in the sum"),
         ({"survivors": (True, True, True, False, False)}, "the sum has 3 clients, but requires at least 4"),
         ({"peers": tuple("abced")}, "shares of clients that are not peers"),
         ({"peers": tuple("abcdf")}, "shares of clients that are not peers"),
@@ -468,7 +468,7 @@ def secrets_at(folder):
 )
 def test_nothing_leaves_without_a_mask(state, extras, metrics, name):
     sent = {"w": torch.ones(2), "n": torch.tensor(3)}
-    with pytest.raises(ClientFault, match=f"it would send '{name}' without a mask"):
+    with pytest.raises(ClientFault, match=f"the client would send '{name}' without a mask"):
         maskable(ClientUpdate("a", 1, state, extras, metrics), sent)
     numbers = maskable(ClientUpdate("a", 1, {"w": torch.ones(2, dtype=torch.int32), "n": torch.tensor(3)}), sent)
     assert list(numbers) == ["w"]
@@ -527,7 +527,7 @@ def test_requests_that_are_none(change):
 def test_more_clients_than_rows():
     said = json.loads(write_sum_request(SHARES).text)
     said["header"]["peers"].append("c")
-    with pytest.raises(PacketError, match="its rows are"):
+    with pytest.raises(PacketError, match="the client's rows are"):
         read_sum_request(Packet(json.dumps(said), write_sum_request(SHARES).data))
 
 
@@ -547,7 +547,7 @@ def test_a_reason_is_a_line_of_the_log():
         (SumRequest("shares", "0a", 3, "a", 2), "0 clients has duplicates, or is not allowed in the step 'shares'"),
         (
             SumRequest("shares", "0a", 3, 1, 2, tuple(range(10_001)), (), (bytes(PUBLIC),) * 10_001),
-            "its list of clients is invalid",
+            "the client's list of clients is invalid",
         ),
     ],
 )
@@ -566,7 +566,9 @@ def test_rows_of_another_form():
         {"rows": [["rows", "uint8", [PUBLIC, 3]]]},
         {"rows": [["rows", "uint8", [3 * PUBLIC]]]},
     ):
-        with pytest.raises(PacketError, match=r"its tensors are not rows|its rows are|its entries need"):
+        with pytest.raises(
+            PacketError, match=r"the client's tensors are not rows|the client's rows are|the client's entries need"
+        ):
             read_sum_request(Packet(json.dumps({**said, "tensors": table}), packet.data))
     assert read_packet(packet, "sum")
 
@@ -576,7 +578,7 @@ def test_replies_of_others_and_of_other_steps():
     for request in (UNMASK, KEYS, SumRequest("shares", "0a", 3, "b", 2, SHARES.peers, (), SHARES.rows)):
         with pytest.raises(PacketError):
             read_sum_reply(reply, request)
-    with pytest.raises(PacketError, match="it answers 'unmask'"):
+    with pytest.raises(PacketError, match="the client answers 'unmask'"):
         read_sum_reply(Packet(reply.text.replace('"shares"', '"unmask"'), reply.data), SHARES)
     keys = write_sum_reply(KEYS, (bytes(PUBLIC),))
     with pytest.raises(PacketError, match="the message answers for client True"):

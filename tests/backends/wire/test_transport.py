@@ -81,7 +81,7 @@ def ask(network, clients, round=0, again=None):
 def test_a_round_waits_for_all_until_the_deadline(clock):
     network = Network(clock, 60, {"ann": 50, "bob": 70, "cid": 1})
     assert ask(network, ["ann", "bob", "cid"]) == {
-        "ann": "ann to round 0", "bob": "it did not answer within 60 s", "cid": "cid to round 0",
+        "ann": "ann to round 0", "bob": "the client did not answer within 60 s", "cid": "cid to round 0",
     }  # fmt: skip
     assert 60 <= clock.now < 62
     assert network.received == 8
@@ -92,7 +92,7 @@ def test_with_enough_answers_the_others_have_the_rest(clock):
     network = Network(clock, Deadline(3600, min_clients=2, rest=20), {"ann": 500, "bob": 30, "cid": 10, "dan": 45})
     answers = ask(network, ["ann", "bob", "cid", "dan"])
     assert list(answers) == ["ann", "bob", "cid", "dan"]
-    assert answers["ann"] == "it did not answer within 20 s after 2 other answers"
+    assert answers["ann"] == "the client did not answer within 20 s after 2 other answers"
     assert [answers[name] for name in ("bob", "cid", "dan")] == [f"{name} to round 0" for name in ("bob", "cid", "dan")]
     assert 50 <= clock.now < 52
 
@@ -151,13 +151,13 @@ def test_a_connection_that_is_back_goes_on_with_its_message(clock):
 
 def test_a_connection_that_stays_away_is_given_up(clock):
     network = Network(clock, 3600, {"ann": 20}, {"ann": [(0, "a"), (10, None)]})
-    assert ask(network, ["ann"]) == {"ann": "its connection was lost"}
+    assert ask(network, ["ann"]) == {"ann": "the client's connection was lost"}
     assert 70 <= clock.now < 75
 
 
 def test_the_answer_of_a_connection_that_was_given_up_is_late(clock):
     network = Network(clock, 3600, {"ann": 20}, {"ann": [(0, "a"), (10, None), (90, "a")]})
-    assert ask(network, ["ann"]) == {"ann": "its connection was lost"}
+    assert ask(network, ["ann"]) == {"ann": "the client's connection was lost"}
     clock.now = 100
     ask(network, [], round=1)
     assert network.late == 1
@@ -169,7 +169,7 @@ def test_a_client_that_was_started_again_is_asked_again(clock):
     assert ask(network, ["ann"], again=lambda client: Packet("the same")) == {"ann": "ann to the same"}
     assert 50 <= clock.now < 53
     clock.now = 0
-    assert ask(Network(clock, 3600, {"ann": 20}, connections), ["ann"]) == {"ann": "its connection was lost"}
+    assert ask(Network(clock, 3600, {"ann": 20}, connections), ["ann"]) == {"ann": "the client's connection was lost"}
 
 
 @pytest.mark.parametrize(

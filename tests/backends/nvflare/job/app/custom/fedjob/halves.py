@@ -57,8 +57,11 @@ def fail(reply):
 
 
 FLARES = {
-    "an object": (lambda reply: Shareable({**reply, "data": Strange(1)}), "it did not answer within"),
-    "an object for the text": (lambda reply: Shareable({**reply, "text": Strange(1)}), "it did not answer within"),
+    "an object": (lambda reply: Shareable({**reply, "data": Strange(1)}), "the client did not answer within"),
+    "an object for the text": (
+        lambda reply: Shareable({**reply, "text": Strange(1)}),
+        "the client did not answer within",
+    ),
     "no text": (lambda reply: Shareable({"data": b""}), "not from lightning-fed"),
     "a number for the text": (lambda reply: Shareable({**reply, "text": 3}), "not from lightning-fed"),
     "numbers for the bytes": (lambda reply: Shareable({**reply, "data": [1]}), "not from lightning-fed"),
