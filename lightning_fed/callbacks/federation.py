@@ -189,7 +189,7 @@ class Federation(TrainerCallback):
         return Federation(**{**self.arguments, **changes})
 
     def split(self, remote: RemoteSide) -> None:
-        """Replaces the server or the clients by ``remote``, a connection to other machines; called by a backend."""
+        """Connects the federation to other machines. ``remote`` replaces the server or the clients in this process."""
         self.server = remote.connect(self.server)
         self._reset(remote)
 

@@ -325,7 +325,7 @@ def has_forward(module: L.LightningModule) -> bool:
 
 @contextmanager
 def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-    """Context in which ``forward`` of a module runs the computation of training, for tracing neurons in layers.
+    """Context in which a module's ``forward`` runs the computations of ``training_step``, to trace neurons.
 
     ``forward`` calls the only trained network. If there are several networks, ``forward`` runs ``training_step`` and
     returns the loss. Yields the arguments for ``forward``, shortened to two examples if all tensors have the same

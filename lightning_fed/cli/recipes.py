@@ -39,7 +39,7 @@ def run(args: Sequence[str]) -> None:
 
 
 def split_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Splits a command line at ``--`` into arguments for the command and arguments for ``fit``."""
+    """Splits command-line arguments at ``--``. Later arguments belong to ``lightning-fed fit``."""
     end = args.index("--") if "--" in args else len(args)
     return args[:end], args[end + 1 :]
 

@@ -196,7 +196,7 @@ class LocalModel:
         return find_implausible({name: personal[name] for name in was_plausible})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Builds the client's update. Refuses changes that the visit made to tensors outside ``state_dict``."""
+        """Builds the client's update after a visit. Refuses a visit that changed tensors outside ``state_dict``."""
         self._check_unsaved()
         return ClientUpdate(client, num_samples, self.global_state(known))
 

@@ -69,7 +69,7 @@ class LocalOptimizers:
     def start_visit(
         self, packed: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """Resets optimizers, schedulers and loss scale to the round's start, and loads the buffers in ``packed``.
+        """Restores optimizers, schedulers and loss scale from the round's start. Then loads the buffers ``packed``.
 
         ``rows`` lists pairs of a sliced parameter and the indices of the client's rows.
         """

@@ -202,7 +202,7 @@ def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
 
 
 def sequential_groups(visits: Sequence[Any]) -> list[range]:
-    """Returns one group per visit: a range with only the visit's index."""
+    """Returns one range per visit, with only the visit's index, so that one visit follows another."""
     return [range(position, position + 1) for position in range(len(visits))]
 
 

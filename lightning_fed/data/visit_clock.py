@@ -61,7 +61,7 @@ class VisitClock:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Context: the code inside is interrupted after the time limit."""
+        """Context: after the time limit, an exception interrupts the code inside."""
         if self.is_up:
             raise self.timeout()
         self._is_interrupting = True

@@ -58,7 +58,7 @@ class RemoteSide(ABC):
         return server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """Returns the clients of a round for this process. ``drawn()`` returns the clients for all processes."""
+        """Returns the round's clients, drawn by ``drawn()``. On a client's machine, returns this client."""
         return drawn()
 
     @abstractmethod

@@ -277,7 +277,7 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits positions into blocks of adjacent positions (first column, start, length), ``None`` if not adjacent."""
+    """Splits the columns of ``positions`` into blocks that list adjacent positions, or returns ``None``."""
     count, copies = positions.shape
     runs, column = [], 0
     while column < copies:

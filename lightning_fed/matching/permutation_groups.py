@@ -123,7 +123,7 @@ class PermutationGroups:
 
     @property
     def names(self) -> list[str]:
-        """Group names: the layer with the neurons as outputs. If a layer has several groups, a position is added."""
+        """Group names. A group is named after the layer whose outputs are the neurons, with a position if ambiguous."""
         return [group.name for group in self.groups]
 
     @property

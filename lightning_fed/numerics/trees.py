@@ -68,7 +68,7 @@ def move_tensors(tree: Any, device: torch.device | None) -> Any:
 
 
 def move_beside(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Moves each tensor to the device where ``state`` has the tensor with the same name, if any."""
+    """Moves each tensor to the device of the equally named tensor in ``state``. Other tensors stay unchanged."""
     return {name: value.to(state[name].device) if name in state else value for name, value in tensors.items()}
 
 
@@ -116,7 +116,7 @@ def _is_plain_object(value: Any) -> bool:
 
 @torch.no_grad()
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies tensors. Copies of contiguous tensors with equal dtype and device are adjacent in memory, in order."""
+    """Copies tensors. Copies with equal dtype and device are adjacent in memory if the tensors are contiguous."""
     groups, counts = dict[Any, list[int]](), Counter[Any]()
     for position, value in enumerate(tensors):
         kind = (value.dtype, value.device) if value.is_contiguous() else position

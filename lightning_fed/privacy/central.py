@@ -310,7 +310,7 @@ class CentralDP(UpdateStep):
         return stream.draw(shape).mul_(std)
 
     def measure(self, new: State, old: State) -> float:
-        """Writes ``new - old`` for all clipped entries to ``vector``, float64. Returns the vector's norm."""
+        """Writes ``new - old`` for all clipped entries to the attribute ``vector``, float64. Returns the norm."""
         squares = [
             step.copy_(new[name]).sub_(old[name].to(step.device)).square().sum()
             for name, step in self.by_entry(self.vector).items()

@@ -72,7 +72,7 @@ class Ring:
         return ((_SIZE // 2 - 1) / self.clients - 1) / (self.max_weight * self.clip)
 
     def extras(self) -> State:
-        """Extra tensors for the broadcast, so that all clients use the same encoding: number of clients, and scale."""
+        """Number of clients and scale, as additional tensors for the clients. All clients then encode equally."""
         return {
             CLIENTS: torch.tensor(self.clients, dtype=torch.int32),
             SCALE: torch.tensor(self.scale, dtype=torch.float64),

@@ -219,7 +219,7 @@ class ClientVisit:
 
 
 def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None:
-    """Runs a visit (``flow``) until the next training step. Returns ``None`` at the visit's end.
+    """Continues a visit (``flow``) until the next training step. Returns ``None`` if the visit has ended.
 
     ``reply`` is the reply to the last :class:`Step`; ``None`` before the first step.
     """

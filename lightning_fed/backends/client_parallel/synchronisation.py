@@ -56,7 +56,7 @@ class _Share:
 
 
 def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
-    """Sends ``values`` (one per process) to a callback's ``share_round`` generator. A second ``yield`` is an error."""
+    """Resumes the generator ``share_round`` with ``values``, one per process. A second ``yield`` is an error."""
     with suppress(StopIteration):
         flow.send(values)
         raise RuntimeError(

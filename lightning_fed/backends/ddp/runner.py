@@ -133,7 +133,7 @@ class RankRunner(ClientRunner):
             self.store_kind = _ReadStore
 
     def train(self, packet: Packet, node: Mapping[str, Any], judge: Any) -> tuple[Any, ...]:
-        """Trains a visit on this process's share of the data. Returns step counts, update, fault, scheduler states."""
+        """Trains a client on this process's share of the data. Returns steps, update, fault and scheduler states."""
         self.keep_log()
         population, datamodule = self._data_at(node)
         train_request, broadcast = read_train_request(packet, VISIT)

@@ -27,7 +27,7 @@ class Broken(Exception):
 
 
 def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterator[str]:
-    """Checks name, port, certificate, gateway, versions, clocks and node key. Yields a report line after each check."""
+    """Checks a node's connection to the Flower server at ``address``. Yields a line of text after each check."""
     name, port = split_address(address)
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)})

@@ -108,7 +108,7 @@ class RehearsedRunner(ClientRunner):
 
 
 class _StandInFit(SimpleNamespace):
-    """Replacement for a fit, with only the attributes read by :meth:`RemoteServerSide.start`."""
+    """Substitute for a fit in a rehearsal, with only the attributes that :meth:`RemoteServerSide.start` reads."""
 
     def __init__(self, module: L.LightningModule, federation: Federation, store: FolderStore) -> None:
         trainer = SimpleNamespace(

@@ -399,7 +399,7 @@ def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, 
 
 
 def unreadable(error: Exception) -> str:
-    """Returns the reason to exclude a client after an unreadable answer. ``error`` was raised while reading."""
+    """Formats the reason to exclude a client, after ``error`` was raised while reading the client's answer."""
     return one_line(
         f"the client's answer cannot be read: {error if isinstance(error, PacketError) else describe(error)}"
     )

@@ -133,7 +133,7 @@ def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least
 def share_secrets(
     secrets: Secrets, client: Client, peers: Mapping[Client, bytes], least: int, context: bytes
 ) -> tuple[dict[Client, bytes], Share]:
-    """Shares a client's secrets. Any ``least`` clients can restore either secret; fewer clients cannot.
+    """Splits a client's two secrets into shares. Any ``least`` clients can restore a secret; fewer clients cannot.
 
     Returns an encrypted share for each other client, and the client's own share. ``peers`` maps clients to published
     rows (public keys), in a fixed order on all clients. ``context`` is from :func:`context_of`.
@@ -205,7 +205,7 @@ def find_masks(
 def _restore(
     dealer: Client, held: Mapping[Client, tuple[int, bytes]], least: int, public: bytes, is_seed: bool
 ) -> tuple[bytes, set[Client]]:
-    """Restores a secret of the client ``dealer``, even if some shares are wrong. Also finds the wrong shares."""
+    """Restores a secret of the client ``dealer`` from the other clients' shares, and finds wrong shares."""
 
     def is_right(secret: bytes) -> bool:
         if is_seed:

@@ -492,7 +492,7 @@ def check_clients_data(trainer: L.Trainer, name: str) -> None:
 
 
 def has_own_models(trainer: L.Trainer, federation: Federation) -> bool:
-    """True if evaluation uses a separate model for each client."""
+    """True if each client is evaluated with a separate model, for example with personal entries."""
     has_personal_entries = "personal" in federation.policies.values()
     if federation.has_own_statistics or has_personal_entries or federation.server.rule.has_clusters:
         return True

@@ -196,9 +196,9 @@ class RunningValue(Tensor):
 
 @contextmanager
 def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
-    """Context that marks results of ``metric.compute()`` in a step, because such results depend on the batch order.
+    """Context in which ``metric.compute()`` returns a :class:`RunningValue`, which depends on the order of batches.
 
-    ``metric(...)`` still returns the value for one batch. Metrics with marked results are appended to ``traced``.
+    ``metric(...)`` still returns the value for one batch. Metrics with a running value are appended to ``traced``.
     """
     metrics, depth = list(metrics), [0]
 
