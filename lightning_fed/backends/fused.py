@@ -82,7 +82,7 @@ class BatchLoop:
         return is_last or trainer.should_stop or trainer.received_sigterm
 
     def prepare(self) -> None:
-        """Before the second batch of a round, lists the hooks that module and callbacks implement."""
+        """Finds the hooks that module and callbacks implement. Called before the second batch of a round."""
         trainer, module, plugin = self._trainer, self._module, self._trainer.precision_plugin
         self._callbacks = {
             hook: [callback for callback in callbacks_of(trainer) if implements(callback, hook, L.Callback)]
@@ -115,7 +115,7 @@ class BatchLoop:
         self._clips = bool(trainer.gradient_clip_val) or "configure_gradient_clipping" in hooks
 
     def end_batch(self) -> None:
-        """After all other hooks of a batch, updates Lightning's batch counts, and writes logged values."""
+        """Updates Lightning's batch counts and writes logged values, after all other hooks of a batch."""
         results = self._loop._results  # noqa: SLF001
         # Not in `on_batch_end`, because `trainer.callback_metrics` computes the same values on request.
         results.batch = None  # frees memory before the next batch

@@ -24,7 +24,7 @@ _POSITIONAL = (
 
 
 def training_batch(federation: Federation, client: Client | None = None, index: int = 0) -> Any:
-    """Returns a client's training batch at ``index``, and restores the global random generators."""
+    """Returns a client's training batch at ``index``. Afterwards the global random generators are restored."""
     population = federation.find_population()
     client = population.clients[0] if client is None else client
     visit = PlannedVisit(Visit(client, 0, 0, steps=index + 1), population.num_samples(client), index + 1)

@@ -198,7 +198,7 @@ def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTra
 
 
 class _Unproven(Exception):
-    """Raised, with a reason, if a trial training step does not show the classes learned by the module."""
+    """Raised if a trial training step does not show the classes learned by the module. The text is the reason."""
 
 
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:

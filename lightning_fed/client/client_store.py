@@ -237,9 +237,9 @@ class FolderStore(ClientStore):
         return {"folder": str(self.folder), "run": self._run, "kept": plain_keys(self._kept_until(round))}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores a :meth:`checkpoint`. Files from ``round`` or later are hidden until overwritten in this run.
+        """Restores a :meth:`checkpoint`. Files from ``round`` or later are ignored until this run replaces them.
 
-        Refuses a checkpoint whose versions were deleted, and a checkpoint with tensors.
+        Refuses a checkpoint with tensors, and a checkpoint with references to deleted files.
         """
         if state.get("clients"):
             raise ValueError("The checkpoint contains the client state: set store=None.")

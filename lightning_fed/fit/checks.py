@@ -76,7 +76,7 @@ def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.C
 
 
 def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) -> None:
-    """Moves ``callback`` to the front of the Trainer's callbacks, so that its hooks run first.
+    """Moves ``callback`` before the Trainer's other callbacks, so that its hooks run first.
 
     May be called while Lightning iterates over the callbacks. A second callback of class ``kind`` is an error.
     """
@@ -146,7 +146,7 @@ def _check_shares(trainer: L.Trainer, *names: str) -> None:
 def validate_after_rounds(
     trainer: L.Trainer, visits: Sequence[PlannedVisit], known: dict[float, int], revert: Callable[..., object]
 ) -> None:
-    """Replaces ``val_check_interval`` by a number of rounds, stored in ``known`` by interval for a resumed fit."""
+    """Replaces ``val_check_interval`` by a number of rounds. ``known`` contains this number for known intervals."""
     interval, every = getattr(trainer, "val_check_interval", None), trainer.check_val_every_n_epoch
     if interval is None:
         raise MisconfigurationException(
@@ -319,5 +319,5 @@ def describe_clients(clients: Sequence[Client]) -> str:
 
 
 def count_of(description: Any) -> str:
-    """Returns the number of clients, as text, from the result of :func:`describe_clients`."""
+    """Returns the number of clients, as text, from a text by :func:`describe_clients`."""
     return str(description).partition(" ")[0]

@@ -204,7 +204,7 @@ def _product(
     second: TracedActivation | ParameterView,
     shape: Sequence[int],
 ) -> TracedActivation:
-    """Traces a matrix product. If the rows and the columns of the result belong to different neurons, tracing fails."""
+    """Traces a matrix product. Tracing fails if rows and columns of the result belong to different neurons."""
     if isinstance(second, ParameterView) and len(second.shape) == 2 and isinstance(first, TracedActivation):
         tracer.read(second, 0, tracer.along(first, -1))
         return _along(tracer.axis(second, 1, "out"), -1, shape)

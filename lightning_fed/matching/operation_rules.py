@@ -41,7 +41,7 @@ _AXIS_ORDERS = ("mT", "numpy_T", "permute", "swapaxes", "t", "transpose")
 
 
 def constant(tracer: Tracer, call: Call) -> Any:
-    """Traces tensors with one repeated value, such as zeros, whose elements belong to no neuron."""
+    """Traces tensors with one repeated value, such as zeros. The elements belong to no neuron."""
     return TracedActivation.filled(tracer.constant_id, call.shape)
 
 

@@ -59,7 +59,7 @@ class Call:
         return self.results(*[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes])
 
     def results(self, *activations: TracedActivation | None) -> Any:
-        """Returns activations in the structure of the return value. ``None`` replaces a missing activation."""
+        """Returns traced results in the structure of the operation's return value; ``None`` for a missing result."""
         filled = [*activations, *[None] * (len(self.shapes) - len(activations))]
         return filled if self.has_many else filled[0]
 
@@ -200,7 +200,7 @@ class Tracer:
         return result
 
     def reduced(self, activation: TracedActivation, dims: set[int]) -> TracedActivation:
-        """Returns the activation after a reduction over ``dims``; these dimensions remain with length 1."""
+        """Returns the neuron ids after a reduction over ``dims``. These dimensions remain with length 1."""
         inner, outer = activation.varying & dims, activation.varying - dims
         if inner and outer:  # sum over branches with common neurons
             activation, inner = self.coupled(activation, dims), set()

@@ -104,7 +104,7 @@ class RoundLoop:
     # The fit
 
     def attach(self, module: L.LightningModule, partition: Partition | None) -> None:
-        """Replaces methods of the user's objects until :meth:`detach`. ``partition`` splits a plain datamodule's data.
+        """Replaces methods of module and Trainer until :meth:`detach`. ``partition`` splits the data into clients.
 
         Raises an error for invalid Trainer settings, missing data, or a ``partition`` although the data are already
         split.

@@ -136,7 +136,7 @@ class Machine:
         return start
 
     def touch(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Runs a file operation in the machine's process, unless the simulation lets the operation fail."""
+        """Runs a file operation on the simulated machine, unless the simulation lets the operation fail."""
         if self.is_dead:
             raise Killed(self.name)
         is_reading = name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
@@ -187,7 +187,7 @@ class Machine:
         return used * self._world.scale > self.profile.disk * 1e9
 
     def _lose_bytes(self) -> None:
-        """Simulates a power failure: undoes recent changes to files, and truncates unsynchronised files."""
+        """Simulates a power failure: undoes recent changes to files, and shortens files that were not synchronised."""
         profile, undone = self.profile, Counter[Path]()
         is_cache_lost = profile.write_cache > 0 and self.random.random() < profile.write_cache
         for change in reversed(self._changes):

@@ -79,9 +79,8 @@ class StackedModel:
     def check_step(self) -> None:
         """Raises ``RuntimeError`` unless the losses of all clients depend on the same parameters.
 
-        The check is for batches with different shapes. In a visit of one client, the optimizer skips a parameter
-        without gradient. In the stack the client's row would have gradient zero, and momentum or weight decay would
-        change the row.
+        If a client trains alone, the optimizer skips a parameter without gradient. If clients train together, a client
+        whose loss does not use the parameter has gradient 0, but momentum or weight decay changes the parameter.
         """
         (clients, first), *others = self._used_names.items() if len(self._used_names) > 1 else [((), set[str]())]
         self._used_names = {}

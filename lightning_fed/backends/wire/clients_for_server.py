@@ -97,7 +97,7 @@ class RemoteClientSide(RemoteSide):
         self._server_entries: State = {}
 
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """Returns no visits, because clients train remotely. Lightning waits for the answers in one empty batch."""
+        """Returns no visits, because clients train on other machines. Answers arrive in a batch without data."""
         self._cohort = cohort
         return Cohort((), cohort.dropped)
 

@@ -38,7 +38,7 @@ def ask_sum(
     visits: Sequence[Visit],
     ask: Callable[[Sequence[Visit], list[Client]], Replies],
 ) -> Replies:
-    """Asks a question. Yields the reason for each missing client, and then one update with the sum of all answers.
+    """Asks clients a question in a secure sum. Yields the reason for each missing client, then the sum of all answers.
 
     ``ask`` sends the question to the clients that shared secrets, and yields masked answers. ``members`` of the update
     are the clients in the sum. ``server.report`` must be separate from the round's report.

@@ -178,9 +178,9 @@ def find_masks(
     least: int,
     context: bytes,
 ) -> tuple[Vector, list[Client]]:
-    """Computes the masks contained in a sum of masked vectors with the shape and dtype of ``zeros``.
+    """Computes the masks to subtract from a sum of masked vectors. ``zeros`` has the vectors' shape and dtype.
 
-    Returns the sum of all masks, to be subtracted, and the clients with wrong but unneeded shares. ``shares`` maps
+    Returns the sum of all masks, and the clients with wrong but unneeded shares. ``shares`` maps
     (client, peer) to a share: of the peer's seed if the peer's vector is in the sum, else of the pairing secret.
     ``positions`` are indices among the clients that shared secrets. Raises ``SumError`` if too few clients remain or
     restored secrets do not match the published rows.

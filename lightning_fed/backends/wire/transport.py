@@ -90,7 +90,7 @@ class Transport(ABC):
         """Returns a name for the client's current connection, or ``None`` if the client is disconnected."""
 
     def forget(self, client: Client) -> None:  # noqa: B027 - optional
-        """Forgets the node assigned to a client, because this node does not serve the client."""
+        """Removes the assignment of a node to a client, because the node does not serve this client."""
 
     def signed(self, kind: str, packet: Packet) -> Packet:
         if self._key is None:
@@ -250,7 +250,7 @@ def _constant(answer: Answer) -> Callable[[], Answer]:
 
 
 def put_aside(answer: Answer) -> Callable[[], Answer]:
-    """Writes an answer to a temporary file (unless the disk is full). Returns a function that reads the answer.
+    """Writes an answer to a temporary file (in memory if the disk is full). Returns a function to read the answer.
 
     The file is deleted after reading, or with the last reference to the function.
     """

@@ -485,7 +485,7 @@ def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
 
 
 def check_clients_data(trainer: L.Trainer, name: str) -> None:
-    """Raises an error for the callback ``name`` if a server has no validation data of any client."""
+    """Raises an error for the callback ``name`` if no client has validation data in the server's process."""
     federation = find_federation(trainer)
     if federation.has_server and not federation.is_remote and not has_clients(trainer, "validation"):
         raise MisconfigurationException(f"`{name}` {NO_CLIENTS}")

@@ -278,11 +278,11 @@ def pooled_values(
     is_muted: bool = True,
     faults: dict[str, str] | None = None,
 ) -> dict[str, float]:
-    """Computes values over all clients' data from reports. The values equal the logged values in a pass over all data.
+    """Combines reports to values over all data. The values equal the logged values in a pass over all data.
 
-    Values that are undefined, or not determined by sums and states, are omitted. Non-finite values are excluded if
-    another report contains a finite value. In a mean, the weight of an example is at most 100 times the weight of an
-    example in the median report.
+    A value is omitted if it is undefined, or if the sums and metric states do not determine it. A client with a
+    non-finite value is excluded if another client has a finite value. In a mean, the weight per example is at most 100
+    times the median weight over the clients.
     """
     joined: dict[str, LoggedValue] = {}
     for name in {name: None for report in reports for name in report.logged}:
@@ -325,7 +325,7 @@ def _run_end(
     """Computes metrics and runs the epoch-end hook, with the merged states of several reports.
 
     ``attributes`` are set on the module before the hook, and read again afterwards. If the hook raises an error, the
-    values logged before the error are used. With ``is_muted``, the hook runs only if ``wanted`` contains names.
+    values logged before the error are used. With ``is_muted`` and no names in ``wanted``, the hook does not run.
     """
     if is_muted and not wanted:
         return {}

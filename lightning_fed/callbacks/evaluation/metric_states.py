@@ -347,7 +347,7 @@ class MetricStates(dict[str, MetricState]):
         return merged
 
     def compute(self, metrics: Mapping[str, Metric], keys: Iterable[str]) -> dict[str, float]:
-        """Computes metric values from the states with these ``keys``. A metric is omitted if ``compute`` raises.
+        """Computes metric values for ``keys`` from the merged states. A metric with an error in ``compute`` is omitted.
 
         Returns values by key (:func:`state_key`). Afterwards each metric has the merged state of all dataloaders.
         """
