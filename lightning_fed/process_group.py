@@ -212,7 +212,7 @@ class _Form(NamedTuple):
 
 
 def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]:
-    """Splits a picklable object into distinct tensors and a pickled rest. Tensors in ``known`` are not listed.
+    """Pickles an object without its tensors. Returns the pickled bytes, and the tensors that are not in ``known``.
 
     Example:
         >>> w = torch.ones(2)

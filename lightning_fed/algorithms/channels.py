@@ -78,7 +78,7 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """One client's numbers for all channels, and for numbers with limits the base-2 exponents (``octaves``)."""
+    """Numbers that a client reports for each channel. ``octaves`` are base-2 exponents of numbers with limits."""
 
     num_samples: int
     numbers: dict[str, dict[str, float]]

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class DataStatistics(UnseenStatistics):
-    """Makes BatchNorm layers normalise with the statistics in ``report``, or if empty with batch statistics.
+    """Makes BatchNorm layers use the statistics in ``report``. For an empty report, layers use batch statistics.
 
     ``report`` contains mean and variance by layer, from :meth:`InputStatistics.as_extras`.
     """

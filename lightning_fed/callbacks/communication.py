@@ -261,7 +261,7 @@ class CommunicationReport(FederatedCallback):
 
 
 def top_level_parts(names: Sequence[str]) -> list[str]:
-    """Finds prefixes of entry names at the outermost level with different names, such as ``head`` and ``body``."""
+    """Finds the shortest prefixes with different values for the entry names, such as ``head`` and ``body``."""
     paths = [name.split(".") for name in names]
     depth = 1
     while len({tuple(path[:depth]) for path in paths}) == 1 and all(len(path) > depth for path in paths):

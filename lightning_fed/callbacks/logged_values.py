@@ -89,7 +89,7 @@ class LoggedValue:
         self.cases += added.cases
 
     def limited(self, weight: float) -> LoggedValue:
-        """Returns a copy whose weight in a mean is at most ``weight``. Reductions without weights are unchanged."""
+        """Limits the weight of a logged mean to ``weight``. Values with another reduction are unchanged."""
         if self.total is None or self.reduce_fx != "mean" or self.weight <= weight:
             return self
         return replace(self, total=self.total * (weight / self.weight), weight=weight)

@@ -78,7 +78,7 @@ class ClassTask:
 
 
 class LabelDescription(NamedTuple):
-    """Function to read labels in a batch, ignored label (``"auto"`` if unknown), class names and colours."""
+    """Position of labels in a batch, ignored label (``"auto"`` if unknown), class names and class colours."""
 
     target: BatchKey
     void: VoidLabel

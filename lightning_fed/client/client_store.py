@@ -46,7 +46,7 @@ class ClientStore(ABC):
 
     @abstractmethod
     def commit(self, round: int, clients: Collection[Client]) -> None:
-        """Ends ``round``: keeps the round's tensors of ``clients``, and deletes the round's other tensors."""
+        """Keeps the tensors that ``clients`` stored in ``round``, and deletes all other tensors from this round."""
 
     @abstractmethod
     def checkpoint(self, round: int) -> dict[str, Any]:

@@ -88,7 +88,6 @@ def _paint(image: np.ndarray, colour: np.ndarray, distance: np.ndarray) -> None:
 
 
 def _outline(shape: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Signed distance from points to the outline of a shape with size 1 around the origin; negative inside."""
     distance: np.ndarray
     if shape == 0:
         distance = np.hypot(x, y) - 1

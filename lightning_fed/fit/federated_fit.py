@@ -428,7 +428,7 @@ def monitored_names(fit: FederatedFit) -> list[str]:
 
 
 def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
-    """Maps each monitored name to the BatchNorm statistics of its evaluation, such as ``own`` or ``pooled``."""
+    """Maps each monitored metric to the kind of BatchNorm statistics in its evaluation, such as ``pooled``."""
     of_global = fit.batch_norm.unseen or ("pooled" if fit.batch_norm.is_reported else "model")
     return {
         name: "own" if fit.batch_norm.has_own and name.startswith(("fed/", "client/")) else of_global

@@ -194,7 +194,7 @@ def loader_to_overfit(loader: Any) -> Any:
 
 
 def distribute_loader(trainer: L.Trainer, loader: Any) -> Any:
-    """Returns dataloaders with distributed samplers, as Lightning does for a plain fit in several processes."""
+    """Replaces samplers by distributed samplers, as Lightning does for a fit without federation."""
     is_combined = isinstance(loader, CombinedLoader)
     combined = copy.copy(loader) if is_combined else CombinedLoader(loader)
     stage = TrainerFn.FITTING, RunningStage.TRAINING
@@ -320,7 +320,7 @@ def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
 
 
 def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
-    """Adds ``count`` steps of other processes to ``trainer.global_step`` (for callbacks) and the log's x-axis.
+    """Adds ``count`` optimizer steps from other processes to ``trainer.global_step`` and to the step for loggers.
 
     ``global_step`` is the sum of automatic and manual optimization steps, and a fit uses either kind.
     """

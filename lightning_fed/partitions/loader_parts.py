@@ -18,7 +18,7 @@ LOADERS_REMEDY = "Give each client its own loader in a FederatedDataModule."
 
 
 def batches_of(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
-    """Returns sampler, batch size and ``drop_last`` of a loader. A custom batch sampler has batch size ``None``."""
+    """Returns a loader's sampler, batch size and ``drop_last``. For a custom batch sampler, the size is ``None``."""
     batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if type(batches) is BatchSampler:
         return batches.sampler, batches.batch_size, batches.drop_last

@@ -502,7 +502,7 @@ def clip_factor(length: float, clip: float) -> float:
 
 
 def rounding_of(state: State, length: float) -> float:
-    """Largest possible increase in an update's norm ``length`` by rounding the new model to the entries' dtypes."""
+    """Bounds the increase in the norm of an update (``length``) if the updated model is rounded to its dtypes."""
     return sum(
         float(torch.finfo(value.dtype).eps * (to_float64(value).square().sum().sqrt() + length))
         for value in state.values()

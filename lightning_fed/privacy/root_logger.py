@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def root_logger_as_it_was() -> Iterator[None]:
-    """Context manager to remove all handlers added to the root logger inside the context, for imports of libraries."""
+    """Removes the handlers that an imported library adds to the root logger inside this context."""
     old_handlers = [*logging.root.handlers]
     try:
         yield

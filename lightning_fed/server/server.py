@@ -180,7 +180,7 @@ class ServerInterface(ABC):
         """Returns the broadcast for a client; the caller may change the broadcast before :meth:`sent`."""
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Counts the bytes of a broadcast to a client, after all changes by callbacks."""
+        """Counts the bytes of a broadcast to a client. Called after all callbacks have changed the broadcast."""
         self.report.down_bytes += message_bytes(broadcast)
 
     @abstractmethod

@@ -72,7 +72,7 @@ class StepCapabilities:
 
 
 class UpdateStep(StepCapabilities):
-    """Transform between local training and the new global model. Methods are optional; by default nothing changes.
+    """Changes updates or broadcasts of a round, for example by clipping. By default, methods change nothing.
 
     Steps depend only on messages, not on Lightning. Steps may store the arguments of :meth:`start` for the round.
 

@@ -160,7 +160,7 @@ class SiteScores(AskableCallback):
 
 
 def check_sites(trainer: L.Trainer, federation: Federation | None) -> None:
-    """Refuses settings without scores by site: remote clients, hidden models, several processes, ``EarlyStopping``."""
+    """Raises an error for settings in which no scores by site can be computed, such as remote clients."""
     check_rounds(trainer)
     if federation is not None and federation.is_remote:
         raise MisconfigurationException(

@@ -112,9 +112,9 @@ def mean_by_group(scores: ArrayLike, groups: Sequence[Hashable]) -> Floats:
 
 
 def placements(positives: ArrayLike, negatives: ArrayLike) -> tuple[Floats, Floats]:
-    """Share of negatives below each positive score, and share of positives above each negative. Ties add one half.
+    """Returns for each positive the share of smaller negatives, and for each negative the share of larger positives.
 
-    Both means equal the area under the ROC curve (DeLong, DeLong and Clarke-Pearson, Biometrics 1988).
+    Equal scores count one half. Both means equal the area under the ROC curve (DeLong et al., Biometrics 1988).
 
     Example:
         >>> above, below = placements([0.9, 0.4], [0.5, 0.4])

@@ -67,7 +67,6 @@ def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> No
 
 
 def _renamed(state: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Renames a weight file's entries to the encoder's names: replaces the prefix with the most matching names."""
     best, best_count = dict(state), 0
     for anchor in expected:  # the file's first entry with any prefix
         starts = [0, *(match.end() for match in re.finditer(r"\.", anchor))]

@@ -44,12 +44,12 @@ class MatchingPass:
 
     @property
     def step(self) -> Tensor:
-        """Tensor with the pass's first round and the number of matched stages, int64, shape ``(2,)``."""
+        """Tensor with two integers: the first round of the matching pass, and the number of matched stages."""
         return torch.tensor([self.origin, self.stage])
 
     @property
     def step_before(self) -> Tensor:
-        """The value of :attr:`step` before the last matched stage."""
+        """Value of :attr:`step` before the last stage was matched."""
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:

@@ -124,7 +124,10 @@ class RobustAggregator(Aggregator):
         return new
 
     def tolerated(self, count: int) -> int:
-        """Assumed malicious updates among ``count``: ``num_malicious`` minus refused updates; by default the most."""
+        """Returns the assumed number of malicious clients among ``count`` clients with an accepted update.
+
+        If ``num_malicious`` is ``None``, this is the largest number that the rule tolerates.
+        """
         if self.num_malicious is not None:
             return max(0, self.num_malicious - len(self._info.refused))
         factor, constant = self.least

@@ -94,7 +94,7 @@ class TolerantMixture(Mixture):
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
 
     def tolerated(self, count: int) -> int:
-        """Assumed malicious updates among ``count``: ``num_malicious`` minus refused updates; by default under half."""
+        """Returns the assumed number of malicious updates among ``count``; by default the largest minority."""
         if self.num_malicious is None:
             return (count - 1) // 2
         return min(max(0, self.num_malicious - len(self.info.refused)), count - 1)

@@ -75,7 +75,7 @@ class Steps:
 
     @torch.no_grad()
     def mean(self, weights: Tensor, plus: tuple[float, State] | None = None) -> State:
-        """Global model plus the sum of updates times ``weights``; ``plus``: a further pair of weight and update."""
+        """Adds the weighted sum of updates to the global model. ``plus`` is an additional (weight, update) pair."""
         global_weight = float(_global_weight(weights))
 
         def combine(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:

@@ -254,7 +254,7 @@ class RehearsalTransport(Transport):
         round: int,
         again: Callable[[Client], Packet] | None = None,
     ) -> Iterator[tuple[Client, Answer]]:
-        """Calls :meth:`Transport.ask`. Checks byte counts, and each answer or reason for a missing answer."""
+        """Calls :meth:`Transport.ask`, and checks byte counts, answers, and reasons for missing answers."""
         start = turn = self._world.now
         self.server.set_fuse(self._limit.seconds)
         before, due = self.late, sum(message.is_late(start, self._valid) for message in self.messages.values())

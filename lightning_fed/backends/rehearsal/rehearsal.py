@@ -242,7 +242,6 @@ class _Run:
         self.steps[name].add(step)
 
     def _check_models(self) -> None:
-        """Compares every global model with a model trained in one process by the same clients."""
         plan, clients, order = self.plan, list(self.sites), self.server.folder / ORDER
         federation = plan.federation()
         self.outcome.order = list(read_lines(str(order))) if order.exists() else []

@@ -126,7 +126,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fault:
-    """Reason for a missing answer: for an exception only its class, because the text may contain private data."""
+    """Reason for a missing answer. For an exception, only the class is sent: the text may contain private data."""
 
     client: Client
     reason: str

@@ -114,10 +114,10 @@ def check_public(public: bytes) -> None:
 
 
 def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least: int) -> None:
-    """Checks the clients' published rows (``peers``), before ``client`` with row ``own`` shares secrets.
+    """Checks all clients' public keys (``peers``), before ``client`` with the keys ``own`` shares secrets.
 
-    Raises ``SumError`` if the client is missing, keys are duplicates, or ``least`` is at most half of the clients,
-    because one half could then restore the seed, and the other half the pairing secret.
+    Raises ``SumError`` if keys are missing or equal, or if ``least`` is not a majority: one half of the clients could
+    then restore the seed, and the other half the pairing secret.
     """
     if peers.get(client) != own:
         raise SumError("the client's own keys are missing from the keys of the sum")

@@ -191,7 +191,7 @@ def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 class RunningValue(Tensor):
-    """Tensor subclass for a metric's value before the last batch, and for all results computed from such a value."""
+    """Marks a metric's value before the last batch. Tensors computed from a marked tensor are also marked."""
 
 
 @contextmanager
