@@ -218,7 +218,7 @@ class Federation(TrainerCallback):
         self._reset(self._fit.remote)
 
     def needs_own_statistics(self, module: L.LightningModule) -> bool:
-        """True if ``batch_norm="auto"`` implies separate statistics (secure sum, central privacy or FedSS)."""
+        """True if ``batch_norm="auto"`` selects separate BatchNorm statistics for each client in this fit."""
         callbacks = [callback for callback in self.method.callbacks if isinstance(callback, FederatedCallback)]
         sliced = [name for callback in callbacks for name in callback.sliced_entries(module)]
         return self._fit.needs_own_statistics(module, sliced)

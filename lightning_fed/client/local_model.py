@@ -147,9 +147,8 @@ class LocalModel:
     ) -> None:
         """Loads a client's model: shared entries from ``state``, personal entries from the store (or ``stored``).
 
-        For an evaluation, the entries in ``own_model`` (the client's own model) replace shared and personal entries. If
-        ``own_model`` is ``None`` (training or measurement), sliced entries are copied, because the module uses these
-        tensors.
+        For an evaluation, ``own_model`` contains entries of the client's own model, which take precedence. Without
+        ``own_model``, sliced entries are copied, because the module uses the loaded tensors.
         """
         stored = self.recall(client) if stored is None else stored
         personal = {name: value for name, value in stored.items() if not name.startswith(_PREFIXES)}

@@ -16,8 +16,6 @@ from lightning_fed.matching.tracer import Tracer
 
 
 class _Neuron(NamedTuple):
-    """One neuron: positions on each axis of a parameter, and groups of group normalizations (``blocks``)."""
-
     positions: dict[Axis, list[int]]
     blocks: frozenset[Constraint]
 

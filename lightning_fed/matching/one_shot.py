@@ -83,7 +83,7 @@ def match_states(
     prior_weight: float = 0.0,
     **options: Any,
 ) -> StateMatch:
-    """Matches neurons across several networks group by group, then averages.
+    """Matches the neurons of several networks, for one permutation group after another, and averages the networks.
 
     ``"fedma"`` proceeds from the first to the last group and compares incoming weights, biases and normalization.
     ``"pfnm"`` proceeds from the last to the first group and compares outgoing weights and biases, and in the first

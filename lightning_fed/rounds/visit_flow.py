@@ -234,7 +234,7 @@ def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None
 
 
 def server_callbacks(fit: FederatedFit) -> list[FederatedCallback]:
-    """Returns the callbacks with server hooks to run in this process; none on a client's machine."""
+    """Returns the callbacks whose server hooks run in this process. On a client's machine the list is empty."""
     return federated_callbacks(fit.trainer) if fit.has_server else []
 
 

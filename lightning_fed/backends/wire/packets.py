@@ -344,7 +344,7 @@ def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") ->
 
 
 def find_bad_size(packet: Packet, model: State) -> str | None:
-    """Describes why a reply is too large for the model, without reading the reply, or returns ``None``."""
+    """Describes why an unread reply is too large for the model ``model``, or returns ``None``."""
     size = sum(value.numel() * value.element_size() for value in model.values())
     longest, largest = _TEXT[0] + _TEXT[1] * len(model), _DATA[0] + _DATA[1] * size
     if len(packet.text) > longest or len(packet.data) > largest:

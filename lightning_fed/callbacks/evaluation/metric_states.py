@@ -143,7 +143,7 @@ def is_updated(metric: Metric) -> bool:
 
 
 def counting_metrics(metrics: Iterable[Metric]) -> list[Metric]:
-    """Selects the metrics that a step updates directly, without metrics inside a wrapper metric."""
+    """Selects the metrics that have processed a batch, except metrics inside a wrapper metric."""
     found = [metric for metric in metrics if is_updated(metric)]
     wrappers = [
         metric for metric in found if isinstance(metric, WrapperMetric) and not isinstance(metric, _TRANSPARENT)
@@ -227,7 +227,7 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
-    """Context that appends each updated metric to ``updated``, except metrics that were reset before the update."""
+    """Context that collects each updated metric in ``updated``. A metric that was reset before is not collected."""
     fresh: list[Metric] = []
     unused = [metric for metric in metrics if holds_states(metric) and not metric.update_called]
 
