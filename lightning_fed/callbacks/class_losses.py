@@ -51,7 +51,7 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Marks a traced tensor as computed from labels: class indices, one-hot vectors, or ``labels == number``.
+    """Marks a traced tensor as a function of the labels: class indices, one-hot vectors, or ``labels == number``.
 
     ``fills`` are pairs (replaced label, new label). The replaced label is ``None`` if several labels are replaced.
     """

@@ -409,7 +409,7 @@ class Federation(TrainerCallback):
             check_estimate(self._fit)
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Prepares the fit's rounds (server, clients, policies), after all callbacks' ``on_fit_start``."""
+        """Prepares the fit's server, clients and entry policies, after ``on_fit_start`` in all callbacks."""
         self._loop.start_fit()
         self._add_unseen(trainer, pl_module)
 

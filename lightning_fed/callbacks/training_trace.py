@@ -86,7 +86,7 @@ class LabelDescription(NamedTuple):
     class_colors: tuple[Color, ...] = ()
 
     def is_known(self, callback: str) -> bool:
-        """True if labels can be read from a batch. Otherwise logs the reason why ``callback`` draws nothing."""
+        """True if a batch contains the labels. If not, logs the reason why the callback ``callback`` draws nothing."""
         if self.target is None:
             rank_zero_info(f"{callback} draws no pictures without a fit: pass `{callback}` a `target`.")
         return self.target is not None

@@ -108,7 +108,7 @@ class LocalModel:
         self.dropped = set[str]()
 
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
-        """Copies the shared entries, except sliced entries, because visits never write into sliced entries.
+        """Copies the shared entries. Sliced entries are not copied, because visits never write into these tensors.
 
         If an entry has the same values in ``known``, the tensor in ``known`` is returned instead of a copy.
         """

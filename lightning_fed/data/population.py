@@ -179,7 +179,7 @@ class Population(ABC):
             _log.warning(text, origin, client, trace)
 
     def is_counted(self, client: Client) -> bool:
-        """True if ``client`` is the only client and the data have no length, so the first pass counts examples."""
+        """True for the only client in a fit if the data have no length. The first pass then counts the examples."""
         return False
 
     def gives_all(self, client: Client) -> bool:

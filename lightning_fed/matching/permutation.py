@@ -265,7 +265,7 @@ def neuron_features(
 
 
 def is_compared(name: str, value: Tensor) -> bool:
-    """True if a state dict entry is used to compare neurons; false for integers and running statistics."""
+    """True if an entry is used to compare neurons. Integer entries and running statistics are not used."""
     return value.is_floating_point() and name.rpartition(".")[2] not in ("running_mean", "running_var")
 
 

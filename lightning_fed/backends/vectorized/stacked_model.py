@@ -116,7 +116,7 @@ class StackedModel:
     def step(
         self, training_step: Callable[..., Any], part: StackedBatch, rest: Sequence[Any], numbers: ClientGenerators
     ) -> Tensor:
-        """Runs ``training_step`` for the clients in ``part``. Returns the clients' losses, shape ``(clients,)``.
+        """Runs ``training_step`` on several clients' batches together. Returns losses, shape ``(clients,)``.
 
         After an error, buffers and random generators are restored.
         """

@@ -44,7 +44,7 @@ class ServerSum:
         self._sealed: dict[Client, dict[Client, bytes]] = {}  # sealed shares by sender and receiver
 
     def share_secrets(self, clients: Sequence[Client]) -> None:
-        """Runs the steps before the visits: publish keys, share secrets, open shares.
+        """Runs the steps before training: clients publish keys, exchange encrypted shares and decrypt received shares.
 
         A client without an answer is excluded. If too few clients remain, all clients are excluded. A client with
         unusable shares is also excluded; the other clients restart with new keys, because no update is masked yet.
