@@ -21,7 +21,7 @@ class BadUpdate(ValueError):
     Example:
         >>> raise BadUpdate("the client sends no prototypes")
         Traceback (most recent call last):
-        lightning_fed.errors.BadUpdate: it sends no prototypes
+        lightning_fed.errors.BadUpdate: the client sends no prototypes
     """
 
 
@@ -47,7 +47,7 @@ class ClientFault(Exception):
     Example:
         >>> raise ClientFault("the client's images have 4 channels instead of 3")
         Traceback (most recent call last):
-        lightning_fed.errors.ClientFault: its images have 4 channels instead of 3
+        lightning_fed.errors.ClientFault: the client's images have 4 channels instead of 3
     """
 
 

@@ -157,7 +157,7 @@ class FolderStore(ClientStore):
         self._last_checkpoint = 0
         self._rank = 0  # only the first process deletes old versions
         self._of_round: tuple[int, list[Client]] = (-1, [])
-        self._kept: set[Client] = set()  # clients that must have a version
+        self._kept: set[Client] = set()  # clients with a required version
 
     def get(self, client: Client) -> State | None:
         """Reads the client's latest tensors. A missing, unreadable or changed file raises ``ClientFault``."""

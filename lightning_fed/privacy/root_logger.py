@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def root_logger_as_it_was() -> Iterator[None]:
-    """Removes the handlers that an imported library adds to the root logger inside this context."""
+    """Removes root-logger handlers added by imported libraries inside this context."""
     old_handlers = [*logging.root.handlers]
     try:
         yield

@@ -137,9 +137,9 @@ def test_a_step_of_the_server(federated_trainer):
     ("extras", "reason"),
     [
         ({}, "the client sent no 'control'"),
-        ({"control:w": torch.zeros(2)}, "does not fit the entry 'w'"),
-        ({"control:v": torch.zeros(3)}, "does not fit the entry 'v'"),
-        ({"control:w": torch.zeros(3, dtype=torch.float64)}, "does not fit the entry 'w'"),
+        ({"control:w": torch.zeros(2)}, "for the entry 'w'"),
+        ({"control:v": torch.zeros(3)}, "for the entry 'v'"),
+        ({"control:w": torch.zeros(3, dtype=torch.float64)}, "for the entry 'w'"),
     ],
 )
 def test_bad_updates(extras, reason):

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,7 +134,8 @@ class _Run:
         self.key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"rehearsal").digest())
         self.left: dict[str, list[tuple[float, Message, Packet]]] = {str(client): [] for client in plan.sites.sites}
         self.sites = {client: self._build_site(client, model_bytes) for client in plan.sites.sites}
-        self.steps: dict[str, set[str]] = {name: set() for name in self.left}  # of a secure sum, with the current keys
+        # Steps of a secure sum by site and run: a server without a checkpoint starts a new run, with separate keys.
+        self.steps = defaultdict[tuple[str, str], set[str]](set)
         self.has_masks = plan.federation().server.chain.reveals == "sum"
         self.released: set[int] = set()  # hashes of the models that clients received
         self.transport: RehearsalTransport
@@ -234,12 +235,14 @@ class _Run:
         self.left[name].append((self.world.time(), message, reply))
         if not self.has_masks or content["kind"] not in ("sum", "update"):
             return
-        step = content["header"].get("stage", "update")
+        request = json.loads(message.packet.text.partition("\n")[0])["header"]
+        step, steps = content["header"].get("stage", "update"), self.steps[name, request["run"]]
         if step == "keys":
-            self.steps[name] = set()
-        is_new = step not in self.steps[name]
-        self.check(is_new, f"{name} uses its keys twice for the step {step!r} of a secure sum ({message.name})")
-        self.steps[name].add(step)
+            steps.clear()
+        self.check(
+            step not in steps, f"{name} uses the keys of a secure sum twice in the step {step!r} ({message.name})"
+        )
+        steps.add(step)
 
     def _check_models(self) -> None:
         plan, clients, order = self.plan, list(self.sites), self.server.folder / ORDER

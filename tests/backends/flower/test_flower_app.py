@@ -99,7 +99,8 @@ def test_several_devices_of_a_recipe_are_processes_of_the_clients(tmp_path, monk
     recipe = read_recipe(shrunk(tmp_path), devices)
     assert not recipe.server_trainer.keys() & {"devices", "strategy"}
     assert recipe.client_trainer["sync_batchnorm"] is True
-    runner = build_runner(recipe.federation, recipe.model, recipe.data, recipe.client_trainer, store=tmp_path)
+    on_cpus = {**recipe.client_trainer, "sync_batchnorm": False}
+    runner = build_runner(recipe.federation, recipe.model, recipe.data, on_cpus, store=tmp_path)
     assert isinstance(runner, DistributedRunner)
 
 

@@ -18,7 +18,7 @@ def test_an_older_order_is_refused(tmp_path):
     for start, round in ((5, 2), (5, 2), (5, 3), (6, 1), (6, 2)):
         refuse_older_order(tmp_path, order(start, round))
     for start, round in ((5, 2), (5, 9), (6, 1)):
-        with pytest.raises(ClientFault, match="newer order"):
+        with pytest.raises(ClientFault, match="newer request"):
             refuse_older_order(tmp_path, order(start, round))
     refuse_older_order(tmp_path, order(5, 2, "bob"))
     refuse_older_order(tmp_path, order(6, 2))

@@ -166,7 +166,7 @@ def test_headers_that_are_no_tables(row):
     """Any content gives a packet error with a text of bounded length."""
     header = {"client": "a", "num_samples": 1, "metrics": {}, "steps": 0, "after": None, "keeps": False}
     text = {"version": VERSION, "kind": "update", "header": header, "tensors": {"state": [row], "extras": []}}
-    with pytest.raises(PacketError, match=r"the client's tensor table has|has the invalid dtype") as caught:
+    with pytest.raises(PacketError, match=r"the message's tensor table has|has the invalid dtype") as caught:
         read_reply(Packet(json.dumps(text), b"1234"), "a")
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 600

@@ -89,7 +89,7 @@ ROWS = [
     ("length of steps (FedNova)", "length", "divisor, and the mean length",
      f"not negative; per planned epoch and per planned work, both at most {NEAR} to {2 * NEAR} times above or below the"
      f" median with `local_steps`, and {EPOCHS} to {2 * EPOCHS} times with epochs, because batch sizes differ; with"
-     f" momentum 1 / (1 - momentum) times as far, never more than {2 * FAR} times"),
+     " momentum 1 / (1 - momentum) times as far"),
     ("loss of the global model (q-FedAvg)", "qffl:loss", "weight, to the power of q",
      f"not negative, finite, at most {FAR} to {2 * FAR} times the median; with q <"
      " 1 also a bounded slope"),
@@ -126,6 +126,7 @@ ROWS = [
         "`client/<id>/...`, spread, worst tenth",
         f"at most {power(of(report, 'MOST_NAMES'))}; equal to the value from the sums and states; {SPREADS}",
     ),
+    ("evaluation: variances of values", "variances", "standard error of the mean over clients", "finite, not negative"),
     ("evaluation: flags of values", "partial shown higher_is_better stays", "how a value is shown",
      "names with values; `partial` counts if most clients agree"),
     ("examples per class", "support", "table of clients", f"not negative; {COUNT}"),

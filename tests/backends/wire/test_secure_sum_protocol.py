@@ -134,7 +134,7 @@ def test_below_the_threshold_nothing_is_read():
     with pytest.raises(SumError, match="4 clients have answered, but 5 are necessary"):
         parties.masks(10, survivors)
     shares = parties.shares(survivors, survivors)
-    with pytest.raises(SumError, match="do not restore its"):  # with fewer shares another secret is restored
+    with pytest.raises(SumError, match="do not restore the client's"):  # with fewer shares another secret is restored
         find_masks(np.zeros(10, np.uint32), parties.peers, survivors, shares, parties.positions, 4, CONTEXT)
 
 
@@ -330,7 +330,7 @@ def test_halves_of_the_clients_cannot_be_asked_for_one_each(tmp_path):
     of_e = {"e": node.public["e"]}
     for part, survivors, secret in (("abe", node.names, "mask"), ("cd", list("abcd"), "key")):
         asked = {name: shares[name] for name in part}
-        with pytest.raises(SumError, match=f"the shares of client 'e' do not restore its {secret}"):
+        with pytest.raises(SumError, match=f"the shares of client 'e' do not restore the client's {secret}"):
             find_masks(np.zeros(6, np.uint32), of_e, survivors, asked, positions, len(part), context_of("0a", 7))
 
 
@@ -527,7 +527,7 @@ def test_requests_that_are_none(change):
 def test_more_clients_than_rows():
     said = json.loads(write_sum_request(SHARES).text)
     said["header"]["peers"].append("c")
-    with pytest.raises(PacketError, match="the client's rows are"):
+    with pytest.raises(PacketError, match="the message's rows are"):
         read_sum_request(Packet(json.dumps(said), write_sum_request(SHARES).data))
 
 
@@ -542,12 +542,12 @@ def test_a_reason_is_a_line_of_the_log():
     [
         (
             SumRequest("keys", "0a", 3, "a", 2, ("a",), (), (b"",)),
-            "1 clients has duplicates, or is not allowed in the step 'keys'",
+            "1 clients has duplicates or does not belong in the step 'keys'",
         ),
-        (SumRequest("shares", "0a", 3, "a", 2), "0 clients has duplicates, or is not allowed in the step 'shares'"),
+        (SumRequest("shares", "0a", 3, "a", 2), "0 clients has duplicates or does not belong in the step 'shares'"),
         (
             SumRequest("shares", "0a", 3, 1, 2, tuple(range(10_001)), (), (bytes(PUBLIC),) * 10_001),
-            "the client's list of clients is invalid",
+            "the request's list of clients is invalid",
         ),
     ],
 )
@@ -567,7 +567,7 @@ def test_rows_of_another_form():
         {"rows": [["rows", "uint8", [3 * PUBLIC]]]},
     ):
         with pytest.raises(
-            PacketError, match=r"the client's tensors are not rows|the client's rows are|the client's entries need"
+            PacketError, match=r"the message's tensors are not rows|the message's rows are|the message's entries need"
         ):
             read_sum_request(Packet(json.dumps({**said, "tensors": table}), packet.data))
     assert read_packet(packet, "sum")
@@ -578,7 +578,7 @@ def test_replies_of_others_and_of_other_steps():
     for request in (UNMASK, KEYS, SumRequest("shares", "0a", 3, "b", 2, SHARES.peers, (), SHARES.rows)):
         with pytest.raises(PacketError):
             read_sum_reply(reply, request)
-    with pytest.raises(PacketError, match="the client answers 'unmask'"):
+    with pytest.raises(PacketError, match="the client answers the step 'unmask'"):
         read_sum_reply(Packet(reply.text.replace('"shares"', '"unmask"'), reply.data), SHARES)
     keys = write_sum_reply(KEYS, (bytes(PUBLIC),))
     with pytest.raises(PacketError, match="the message answers for client True"):
