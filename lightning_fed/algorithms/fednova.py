@@ -35,7 +35,7 @@ _BATCH_SIZES = 3
 class FedNova(ChannelRule):
     r"""Moves the model by the mean client update per local step, times the mean number of local steps.
 
-    .. math:: x \leftarrow x - \tau \sum_i p_i d_i, \qquad d_i = \frac{x - y_i}{\lVert a_i \rVert_1}, \qquad
+    .. math:: x \leftarrow x - \tau \sum_i p_i \Delta_i, \qquad \Delta_i = \frac{x - y_i}{\lVert a_i \rVert_1}, \qquad
         \tau = \sum_i p_i \lVert a_i \rVert_1
 
     Here :math:`p_i` is the client's share of all examples, and :math:`\lVert a_i \rVert_1` is the sum of the client's
@@ -48,13 +48,14 @@ class FedNova(ChannelRule):
 
     with the parameter group's learning rates :math:`\eta_k` and momentum :math:`\rho` (also Nesterov momentum and
     dampening), and the strength :math:`\mu` from the Trainer's :class:`~lightning_fed.callbacks.ProximalTerm`. At a
-    constant rate the length is :math:`\eta` times the paper's :math:`K`,
-    :math:`(K - \rho (1 - \rho^K) / (1 - \rho)) / (1 - \rho)`, and :math:`(1 - (1 - \eta \mu)^K) / (\eta \mu)`; the
-    common factor :math:`\eta` cancels in the average. The server divides each length by the planned epochs, and by the
-    planned steps or examples, and compares both quotients with the round's medians. A client is excluded if both
-    quotients are too large, or both too small, by a factor of more than about 8 with ``local_steps``, or 64 with
-    epochs. If numbers of steps differ, the factor is :math:`1 / (1 - \rho)` times larger with momentum :math:`\rho`,
-    and 32 times larger with schedulers per batch. Wang et al. 2020, eqs. 8 to 10.
+    constant rate the length is :math:`\eta` times the paper's value: :math:`K` for plain SGD,
+    :math:`(K - \rho (1 - \rho^K) / (1 - \rho)) / (1 - \rho)` with momentum, and
+    :math:`(1 - (1 - \eta \mu)^K) / (\eta \mu)` with a proximal term. The factor :math:`\eta` cancels in the average.
+    Wang et al. 2020, eqs. 8 to 10.
+
+    Clients could report false lengths. The server therefore excludes a client if the length per planned epoch and the
+    length per planned step (or example) both differ too much from the round's medians. The largest allowed factor is
+    about 8 with ``local_steps`` and 64 with epochs, larger with momentum or with schedulers per batch.
 
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
     paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.

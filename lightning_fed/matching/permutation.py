@@ -48,7 +48,7 @@ class PermutationGroup:
     Attributes:
         name: Name of the layer with these neurons as outputs.
         size: Number of neurons.
-        entries: Positions of the neurons for each axis of a state dict entry with neurons in the group.
+        entries: Axes of state dict entries with these neurons, each with the neurons' positions on the axis.
         blocks: Number of consecutive blocks with equal size (groups in a group normalization); a neuron must stay in
             its block.
         is_growable: Whether neurons can be added.

@@ -49,16 +49,19 @@ class SiteStudy(AskableCallback):
     scores in ``folder/sites``. The answer to the server contains only sums over cases, for each pair of models and each
     seed. If the study has fits of ``"local"`` and of another model, the server writes the files of :func:`write_study`.
     The primary comparison is ``"local"`` with the first other model. Every site also writes a table for the site's own
-    use, ``sites/<client>.md``. With a secure sum the server learns only sums over sites, and writes the mean gain over
-    sites; with central privacy the sites send no sums. A secure sum needs at least five sites, because the server could
-    compute each site's gain from the sums over fewer sites.
+    use, ``sites/<client>.md``. A gain is a model's score minus the score of ``"local"``.
+
+    With a secure sum the server learns only sums over sites, and writes the mean gain over sites; with central privacy
+    the sites send no sums. A secure sum needs at least five sites: with fewer unknown gains, several different sums
+    determine each gain.
 
     For ``"local"``, train with ``personal=["*"]``: each site trains and keeps a separate model.
 
     Args:
-        model: Name of the fit's model on the server: ``"local"``, or a name such as ``"fedavg"``.
+        model: Name of the model that this fit trains: ``"local"``, or a name such as ``"fedavg"``. The name on the
+            server counts.
         metric: Name of a logged value: ``"test_acc"``, or ``"val_acc"`` for validation data.
-        folder: Folder for the study's files, the same folder in all fits of the study.
+        folder: Folder for the study's files, the same folder in all fits.
         stage: ``"test"`` or ``"validation"``.
         patient: Key for patient names in a dictionary batch; ``None`` if all cases are independent.
         min_support: Smallest number of cases for an answer, set at the site; see :func:`answer_site`.
@@ -276,7 +279,9 @@ def _check_tau_squared(content: dict[str, Any], question: Mapping[str, Any]) -> 
     if any(tau_squared.values()):
         used = content.setdefault("tau_squared", {}).setdefault(name, {})
         if used | tau_squared != tau_squared | used or not all(value >= 0 for value in tau_squared.values()):
-            raise ClientFault("the sum was requested with another variance between sites: repeat with another seed")
+            raise ClientFault(
+                "an earlier request for this sum had a different variance between sites: run new fits with another seed"
+            )
         used |= tau_squared
 
 

@@ -299,7 +299,7 @@ def test_a_site_answers_for_one_variance_between_sites():
     for tau_squared in (0.0, 0.25, 0.25, 0.0):  # a repeated fit asks again
         ask(tau_squared)
     for tau_squared in (0.5, -0.25, math.nan):
-        with pytest.raises(ClientFault, match="with another variance between sites: repeat with another seed"):
+        with pytest.raises(ClientFault, match="a different variance between sites: run new fits with another seed"):
             ask(tau_squared)
     with pytest.raises(ClientFault, match="another variance"):
         ask(-0.5, seeds=[4])

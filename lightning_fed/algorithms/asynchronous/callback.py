@@ -19,7 +19,9 @@ from lightning_fed.messages import plain_keys
 
 
 class AsynchronousRounds(FederatedCallback):
-    """Refuses settings without support in asynchronous rounds. Writes the arrival order to a file, or checks a replay.
+    """Refuses settings without support in asynchronous rounds, and writes the order of arriving updates to a file.
+
+    If the fit replays an order from an earlier fit, the callback compares both orders.
 
     Args:
         rule: The federation's asynchronous rule.
