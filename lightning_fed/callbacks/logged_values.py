@@ -76,7 +76,7 @@ class LoggedValue:
     def add(self, value: Tensor, weight: float) -> None:
         value = at_least_float32(value)
         total = value * weight if self.reduce_fx == "mean" else value
-        self.join(LoggedValue(self.reduce_fx, total, weight, [value.reshape(1)] if weight == 1 else []))
+        self.join(LoggedValue(self.reduce_fx, total, weight, [value.reshape(1).clone()] if weight == 1 else []))
 
     def join(self, added: LoggedValue) -> None:
         if self.total is None or added.total is None:

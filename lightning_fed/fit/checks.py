@@ -158,7 +158,7 @@ def validate_after_rounds(
     num_batches = sum(process_group_of(trainer).gather(sum(planned.num_batches for planned in visits)))
     if not num_batches or (every is not None and interval > num_batches):  # Lightning raises an error
         return
-    rounds = known.setdefault(interval, every or max(1, interval // num_batches))
+    rounds = every or known.setdefault(interval, max(1, interval // num_batches))
     revert(setattr, trainer, "val_check_interval", interval)
     revert(setattr, trainer, "check_val_every_n_epoch", every)
     trainer.val_check_interval, trainer.check_val_every_n_epoch = 1.0, rounds

@@ -192,7 +192,8 @@ class ClientVisit:
 
     def _check_trained(self, num_losses: int, received: State, state: State) -> None:
         if not any(optimizer.param_groups for optimizer in self._trainer.optimizers):  # Lightning's has no groups
-            check_changes(self._module, self.planned, received, state, self._is_alone or bool(self.local.personal))
+            may_be_equal = self._is_alone or bool(self.local.personal) or self.planned.visit.round > 0
+            check_changes(self._module, self.planned, received, state, may_be_equal)
         elif not num_losses and self._module.automatic_optimization and not self._is_alone:
             self.planned.fault = (
                 f"the client's training step returned no loss in {self.planned.num_batches} batches (if "

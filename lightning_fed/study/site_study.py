@@ -131,7 +131,8 @@ class SiteStudy(AskableCallback):
         write_text_atomically(self._runs, json.dumps(content))
         megabytes = {model: by_seed for model, by_seed in content["models"].items() if by_seed}
         models = sorted(megabytes, key=lambda model: model == LOCAL)
-        seeds = [int(one) for one in megabytes[models[0]] if all(one in by_seed for by_seed in megabytes.values())]
+        shared = [one for one in megabytes[models[0]] if all(one in by_seed for by_seed in megabytes.values())]
+        seeds = sorted(map(int, shared))
         question = {"metric": self.metric, "model": self.model, "seed": seed, "models": models, "seeds": seeds}
         with federation.averages_in_place():
             answers = federation.ask(pl_module, self, federation.population.clients, question, own=True)
@@ -210,7 +211,7 @@ class SiteStudy(AskableCallback):
         if "sum" in question:
             if reveals != "sum":
                 raise ClientFault("the client's federation has no secure sum")
-            _check_tau_squared(content, question)
+            _check_sum(content, question)
             write_text_atomically(path, json.dumps(content))
             return self._answer_sum(client, _compared(runs, models, seeds), question)
         found = score_site(trainer, module, client, loaders[client], self.metric, self.stage, self.patient, 1.0)
@@ -271,9 +272,12 @@ def _compared(runs: Mapping[str, Any], models: Sequence[str], seeds: Sequence[in
     return {other: {one: runs[other][str(one)] for one in seeds} for other in models}
 
 
-def _check_tau_squared(content: dict[str, Any], question: Mapping[str, Any]) -> None:
+def _check_sum(content: dict[str, Any], question: Mapping[str, Any]) -> None:
     # Sums with many values would reveal the terms of single sites.
-    name, tau_squared = _name_sum(question), dict(zip(question["models"], question["tau_squared"], strict=False))
+    models, seeds = question["models"], question["seeds"]
+    if models[-1] != LOCAL or len({*models}) < len(models) or seeds != sorted({*seeds}):
+        raise ClientFault("the request has models or seeds in another order, or twice")
+    name, tau_squared = _name_sum(question), dict(zip(models, question["tau_squared"], strict=False))
     if question["sum"] != name:
         raise ClientFault("the request gives a wrong name for the sum")
     if any(tau_squared.values()):

@@ -5,7 +5,7 @@ import itertools
 import random
 import threading
 import types
-from collections import deque, namedtuple
+from collections import UserDict, deque, namedtuple
 from contextlib import nullcontext
 from functools import partial
 
@@ -1031,3 +1031,17 @@ def test_python_modules_in_attributes_are_skipped(federated_trainer, caplog):
     federated_trainer(max_rounds=2, seed=0).fit(module, models.as_datasets(models.vectors()))
     assert library.count
     assert not [message for message in caplog.messages if "visits changed" in message]
+
+
+def test_a_configuration_with_missing_values_is_not_read(federated_trainer):
+    """As in OmegaConf, where a missing value raises an error."""
+
+    class Configuration(UserDict):
+        def values(self):
+            raise KeyError("path")
+
+    own = models.Module(models.mlp())
+    own.configuration = Configuration(lr=0.1)
+    trainer = federated_trainer(2)
+    trainer.fit(own, datamodule=FederatedDataModule(models.as_datasets(models.vectors({"a": 8, "b": 8})), batch_size=4))
+    assert trainer.callback_metrics["fed/clients"] == 2

@@ -91,6 +91,19 @@ def test_values_without_a_mean_are_refused_in_the_first_visit(kind, loss, change
     assert_same(before, state_of(own))
 
 
+def test_a_buffer_may_reach_its_last_value(either_trainer):
+    """A maximum grows in the first round only."""
+
+    class Largest(Gaussian):
+        def collect(self, features, batch_idx):
+            self.mean.copy_(torch.maximum(self.mean, features.amax(0)))
+
+    own, trainer = Largest(), either_trainer(3)
+    trainer.fit(own, datamodule=clients())
+    assert trainer.callback_metrics["fed/clients"] == 3
+    assert bool((own.mean > 0).any())
+
+
 def test_an_optimizer_needs_a_loss(federated_trainer):
     own = Gaussian(optimizer=True)
     text = r"'a': the client's training step returned no loss in 3 batches \(if training only changes buffers"

@@ -27,7 +27,7 @@ from lightning_fed.privacy import SecureSum
 from lightning_fed.privacy.masked_sums import decode
 from lightning_fed.steps import MaxSamples
 from lightning_fed.study import SiteStudy
-from lightning_fed.study.site_study import _check_tau_squared, _name_sum, _read_sums
+from lightning_fed.study.site_study import _check_sum, _name_sum, _read_sums
 from tests import references_study as reference
 from tests.backends.flower.grids import FakeGrid
 from tests.backends.flower.halves import OPTIONS
@@ -294,21 +294,24 @@ def test_a_site_answers_for_one_variance_between_sites():
 
     def ask(*tau_squared, **changes):
         asked = plan | changes
-        _check_tau_squared(content, asked | {"sum": _name_sum(asked), "tau_squared": list(tau_squared)})
+        _check_sum(content, asked | {"sum": _name_sum(asked), "tau_squared": list(tau_squared)})
 
     for tau_squared in (0.0, 0.25, 0.25, 0.0):  # a repeated fit asks again
         ask(tau_squared)
     for tau_squared in (0.5, -0.25, math.nan):
         with pytest.raises(ClientFault, match="a different variance between sites: run new fits with another seed"):
             ask(tau_squared)
-    with pytest.raises(ClientFault, match="another variance"):
+    with pytest.raises(ClientFault, match="different variance"):
         ask(-0.5, seeds=[4])
+    for changes in ({"seeds": [3, 3]}, {"seeds": [4, 3]}, {"models": MODELS[::-1]}):  # other names of the same terms
+        with pytest.raises(ClientFault, match="in another order, or twice"):
+            ask(0.5, **changes)
     ask(0.5, seeds=[3, 4])
     ask(0.25, 0.5, models=["fedavg", "fedprox", "local"])  # another method joins the study
-    with pytest.raises(ClientFault, match="another variance"):
+    with pytest.raises(ClientFault, match="different variance"):
         ask(0.5, 0.5, models=["fedavg", "fedprox", "local"])
     with pytest.raises(ClientFault, match="a wrong name for the sum"):
-        _check_tau_squared(content, plan | {"sum": "t", "tau_squared": [0.0]})
+        _check_sum(content, plan | {"sum": "t", "tau_squared": [0.0]})
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------

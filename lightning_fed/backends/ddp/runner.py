@@ -63,7 +63,7 @@ def _count_processes(trainer: Mapping[str, Any]) -> int:
             "Expected strategy='ddp' for a client with several devices, but got "
             f"{type(probe.strategy).__name__}: set strategy='ddp' or devices=1."
         )
-    if trainer.get("sync_batchnorm") and probe.strategy.root_device.type == "cpu":
+    if trainer.get("sync_batchnorm") and probe.world_size > 1 and probe.strategy.root_device.type == "cpu":
         raise MisconfigurationException(
             "Expected sync_batchnorm=False on CPUs, because torch synchronises BatchNorm only on GPUs: remove "
             "`sync_batchnorm`, or set accelerator='gpu'."

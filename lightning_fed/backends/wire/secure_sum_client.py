@@ -86,9 +86,9 @@ class ClientSum:
         for (name, value), part in zip(numbers.items(), masked, strict=True):
             (update.state if name in update.state else update.extras)[name] = part.reshape(value.shape)
 
-    def add_masks(self, vector: Vector, peers: Sequence[Client], round: int) -> None:
+    def add_masks(self, vector: Vector, peers: Sequence[Client], round: int, fewest: int = 0) -> None:
         known = self._take(round, "opened")
-        keys, shares, least = _keys_of(known), dict(known["shares"]), int(known["least"])
+        keys, shares, least = _keys_of(known), dict(known["shares"]), max(int(known["least"]), fewest)
         try:
             self._check_count(len(set(peers)), least)
             if self._client not in peers or not set(peers) <= shares.keys():

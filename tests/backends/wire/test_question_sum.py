@@ -11,6 +11,8 @@ pytest.importorskip("cryptography")
 from lightning_fed.backends.site.policy import read_order
 from lightning_fed.backends.wire.packets import QUESTION, TrainRequest, write_train_request
 from lightning_fed.backends.wire.question_sum import _Total, mask_answer
+from lightning_fed.backends.wire.secure_sum_client import ClientSum
+from lightning_fed.backends.wire.secure_sum_packets import SumRequest, read_sum_reply
 from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Broadcast, ClientUpdate
 from lightning_fed.privacy.masked_sums import decode, encode, to_numbers, to_words
@@ -53,16 +55,39 @@ def test_a_client_with_a_secure_sum_sends_nothing_without_masks():
     mask_answer(ClientUpdate("ann", 1, {}), request(None), None)  # an empty answer reveals nothing
 
 
+@pytest.mark.parametrize(("peers", "survivors"), [(5, 5), (5, 4), (4, 4)])
+def test_a_client_unmasks_no_sum_over_fewer_than_five(peers, survivors, tmp_path):
+    """Also if the server needs four clients, and drops a client after the masks."""
+    names = tuple(NAMES[:peers])
+    sums = {name: ClientSum(tmp_path / str(name), "0a", name, 0.6, 2) for name in names}
+
+    def ask(stage, name, **options):
+        asked = SumRequest(stage, "0a", 0, name, 4, **options)
+        return read_sum_reply(sums[name].answer(asked), asked)
+
+    public = tuple(ask("keys", name)[0] for name in names)
+    rows = [ask("shares", name, peers=names, rows=public) for name in names]
+    for place, name in enumerate(names):
+        ask("open", name, peers=names, rows=tuple(row[place] for row in rows))
+    answer = ClientUpdate("ann", 1, {}, {"study/sum": encode([0.0])})
+    are_there = tuple(place < survivors for place in range(peers))
+    if peers < 5:
+        with pytest.raises(ClientFault, match="the sum has 4 clients, but requires at least 5"):
+            mask_answer(answer, request(list(names)), lambda run: sums["ann"])
+        return
+    mask_answer(answer, request(list(names)), lambda run: sums["ann"])
+    reply = ask("unmask", "ann", peers=names, survivors=are_there)
+    assert (getattr(reply, "reason", "") == "the sum has 4 clients, but requires at least 5") == (survivors < 5)
+
+
 def test_masks_belong_to_the_named_sum():
     names = []
 
     def sum_of(run):
         names.append(run)
-        return SimpleNamespace(add_masks=lambda numbers, peers, round: numbers.__iadd__(round))
+        return SimpleNamespace(add_masks=lambda numbers, peers, round, fewest: numbers.__iadd__(round))
 
     answer = ClientUpdate("ann", 1, {}, {"study/sum": encode([0.0])})
-    with pytest.raises(ClientFault, match="the sum has 4 clients, but requires at least 5"):
-        mask_answer(answer, request(NAMES[:4]), sum_of)
     mask_answer(answer, request(NAMES[:5]), sum_of)
     assert to_numbers(answer.extras["study/sum"]).tolist() == [0]  # in any round: the sum has one set of clients
     other = request(NAMES[:5])
