@@ -1042,6 +1042,6 @@ def test_a_configuration_with_missing_values_is_not_read(federated_trainer):
 
     own = models.Module(models.mlp())
     own.configuration = Configuration(lr=0.1)
-    trainer = federated_trainer(2)
+    trainer = federated_trainer(max_rounds=2, seed=0)
     trainer.fit(own, datamodule=FederatedDataModule(models.as_datasets(models.vectors({"a": 8, "b": 8})), batch_size=4))
     assert trainer.callback_metrics["fed/clients"] == 2
