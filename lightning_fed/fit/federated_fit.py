@@ -358,6 +358,11 @@ class FederatedFit:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        missing = [name for name in _SAVED if name not in state]
+        if missing:
+            raise MisconfigurationException(
+                f"Expected a checkpoint from this version, but got one without {missing}: use the version that saved it."
+            )
         for name in _SAVED:
             setattr(self, name, state[name])
         self.batch_norm.load_state_dict(state)

@@ -263,6 +263,34 @@ def test_validations_inside_a_round_become_one_after_the_round(interval, plain_t
     assert [round for round, _ in watch.seen] == [1, 3]
 
 
+def test_a_resumed_fit_follows_a_new_number_of_epochs(plain_trainer, tmp_path):
+    clients = models.as_datasets(models.vectors({"a": 40, "b": 40}))
+
+    def fit(rounds, every, **arguments):
+        watch, options = Validations(), {"val_check_interval": 0.5, "check_val_every_n_epoch": every}
+        trainer = plain_trainer(max_epochs=rounds, callbacks=[Federation(seed=1), watch], **options)
+        data = FederatedDataModule(clients, clients["a"], batch_size=8)
+        trainer.fit(models.Module(models.mlp()), datamodule=data, **arguments)
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+        return [round for round, _ in watch.seen]
+
+    assert fit(2, 1) == [0, 1]
+    assert fit(8, 3, ckpt_path=tmp_path / "x.ckpt") == [2, 5]
+
+
+def test_a_checkpoint_from_another_version_is_refused(federated_trainer, tmp_path):
+    data, path = FederatedDataModule(models.as_datasets(models.vectors()), batch_size=8), tmp_path / "x.ckpt"
+    trainer = federated_trainer(max_rounds=1, seed=0)
+    trainer.fit(models.Module(models.mlp()), datamodule=data)
+    trainer.save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=False)
+    (state,) = [state for state in checkpoint["callbacks"].values() if "validation" in state]
+    del state["validation"]
+    torch.save(checkpoint, path)
+    with pytest.raises(MisconfigurationException, match=r"from this version, but got one without \['validation'\]"):
+        federated_trainer(max_rounds=2, seed=0).fit(models.Module(models.mlp()), datamodule=data, ckpt_path=path)
+
+
 def test_an_interval_above_the_rounds_batches_is_lightnings_error(plain_trainer):
     clients = models.as_datasets(models.vectors({"a": 40, "b": 40}))
     trainer = plain_trainer(max_epochs=1, callbacks=[Federation()], val_check_interval=11)
