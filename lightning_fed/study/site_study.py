@@ -58,8 +58,8 @@ class SiteStudy(AskableCallback):
     For ``"local"``, train with ``personal=["*"]``: each site trains and keeps a separate model.
 
     Args:
-        model: Name of the model that this fit trains: ``"local"``, or a name such as ``"fedavg"``. The name on the
-            server counts.
+        model: Name of the model that this fit trains: ``"local"``, or a name such as ``"fedavg"``. Server and sites
+            need equal names.
         metric: Name of a logged value: ``"test_acc"``, or ``"val_acc"`` for validation data.
         folder: Folder for the study's files, the same folder in all fits.
         stage: ``"test"`` or ``"validation"``.
@@ -195,7 +195,10 @@ class SiteStudy(AskableCallback):
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, question: Mapping[str, Any]
     ) -> ClientUpdate:
         model, seed, models, seeds = self._read_question(question)
-        reveals = find_federation(trainer).server.chain.reveals
+        federation = find_federation(trainer)
+        if (model, seed) != (self.model, federation.schedule.seed):
+            raise ClientFault(f"the client's program has the model {self.model!r} or another seed")
+        reveals = federation.server.chain.reveals
         loaders = loaders_of(trainer, self.stage)
         if client not in loaders:
             raise ClientFault(f"the client has no {self.stage} data")
@@ -275,7 +278,7 @@ def _compared(runs: Mapping[str, Any], models: Sequence[str], seeds: Sequence[in
 def _check_sum(content: dict[str, Any], question: Mapping[str, Any]) -> None:
     # Sums with many values would reveal the terms of single sites.
     models, seeds = question["models"], question["seeds"]
-    if models[-1] != LOCAL or len({*models}) < len(models) or seeds != sorted({*seeds}):
+    if models[-1:] != [LOCAL] or len({*models}) < len(models) or seeds != sorted({*seeds}):
         raise ClientFault("the request has models or seeds in another order, or twice")
     name, tau_squared = _name_sum(question), dict(zip(models, question["tau_squared"], strict=False))
     if question["sum"] != name:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -26,7 +27,7 @@ from lightning_fed.messages import ClientUpdate
 from lightning_fed.privacy import SecureSum
 from lightning_fed.privacy.masked_sums import decode
 from lightning_fed.steps import MaxSamples
-from lightning_fed.study import SiteStudy
+from lightning_fed.study import SiteStudy, site_study
 from lightning_fed.study.site_study import _check_sum, _name_sum, _read_sums
 from tests import references_study as reference
 from tests.backends.flower.grids import FakeGrid
@@ -414,4 +415,14 @@ def test_invalid_answers_are_excluded():
 def test_invalid_questions_are_refused(changes, reason, tmp_path):
     question = {"metric": "test_loss", "model": "fedavg", "seed": 3, "models": ["fedavg"], "seeds": [3]}
     with pytest.raises(ClientFault, match=reason):
+        SiteStudy("fedavg", "test_loss", tmp_path).on_client_question(None, None, "north", question | changes)
+
+
+@pytest.mark.parametrize("changes", [{"model": "local"}, {"seed": 4}])
+def test_a_site_scores_only_the_model_of_its_program(changes, tmp_path, monkeypatch):
+    """Otherwise a server could have one model scored under several names, and compute sites' gains from the sums."""
+    federation = SimpleNamespace(schedule=SimpleNamespace(seed=3))
+    monkeypatch.setattr(site_study, "find_federation", lambda trainer: federation)
+    question = {"metric": "test_loss", "model": "fedavg", "seed": 3, "models": ["fedavg"], "seeds": [3]}
+    with pytest.raises(ClientFault, match="the client's program has the model 'fedavg' or another seed"):
         SiteStudy("fedavg", "test_loss", tmp_path).on_client_question(None, None, "north", question | changes)
