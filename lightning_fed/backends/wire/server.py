@@ -60,6 +60,12 @@ class ServerRunner:
                 "Expected `trainer` to contain the number of rounds as `max_epochs`, but got "
                 f"{options.get('max_epochs')!r}."
             )
+        interval = options.get("val_check_interval", 1.0)
+        if isinstance(interval, int) or interval != 1.0:
+            raise ValueError(
+                "Expected `trainer` without `val_check_interval`, because the server does not know the number of "
+                f"batches in a round, but got {interval!r}: use `check_val_every_n_epoch` to validate every n rounds."
+            )
         if isinstance(clients, int):
             check_count("clients", clients)
         if not patience >= 0:

@@ -560,6 +560,7 @@ def test_what_needs_data_on_the_server_is_refused(tmp_path):
     [
         ({"trainer": {}}, "number of rounds as `max_epochs`, but got None"),
         ({"trainer": {"max_epochs": 1, "callbacks": []}}, r"without .* but got \['callbacks'\]"),
+        ({"trainer": {"max_epochs": 1, "val_check_interval": 1}}, "without `val_check_interval`, .* but got 1: use"),
         ({"trainer": [1]}, "Expected `trainer` to be a mapping"),
         ({"clients": 0}, "Expected `clients` to be at least 1, but got 0"),
         ({"time_limit": 0}, r"Expected positive times, but got Deadline\(seconds=0"),
