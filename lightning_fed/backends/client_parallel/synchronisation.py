@@ -243,8 +243,9 @@ def shares_notes(callback: FederatedCallback) -> bool:
 
 
 def _share(callback: Any, trainer: L.Trainer, module: L.LightningModule) -> Any:
-    is_merged = hasattr(callback, "shared_attribute")
-    return _share_attribute(callback) if is_merged else callback.share_round(trainer, module)
+    if hasattr(callback, "shared_attribute") and not is_overridden("share_round", callback, FederatedCallback):
+        return _share_attribute(callback)
+    return callback.share_round(trainer, module)
 
 
 def _share_attribute(callback: Any) -> Generator[Any, list[Any], None]:

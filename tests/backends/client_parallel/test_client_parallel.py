@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightning_fed import ClientParallelStrategy, FederatedDataModule
-from lightning_fed.backends.client_parallel.synchronisation import deliver_values
+from lightning_fed.backends.client_parallel.synchronisation import _share, deliver_values
+from lightning_fed.callbacks import SiteMatrix
 from lightning_fed.data.dataset_clients import count_batches
 from tests import warm_process
 from tests.backends.client_parallel.parallel_script import JOBS, SECONDS, SIZES, Net, clients, serve, train
@@ -217,6 +218,14 @@ def test_a_second_yield_in_share_round_is_refused():
     with pytest.raises(RuntimeError, match="one `yield` in `share_round`"):
         deliver_values(running, [1, 5])
     assert received == [[1, 5]]
+
+
+def test_an_own_share_round_counts():
+    class Own(SiteMatrix):
+        def share_round(self, trainer, module):
+            yield "own"
+
+    assert next(_share(Own("val_loss"), None, None)) == "own"
 
 
 def test_what_callbacks_draw_for_the_aggregate_is_drawn_anew_in_every_round(two):
