@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -187,7 +187,7 @@ class CarriedAttributes:
         known = self._trainer.optimizers
         for owner in self._owners().values():
             for value in vars(owner).values():
-                for part in (value, *_elements(value)):
+                for part in (value, *elements(value, dict)):
                     if isinstance(part, Optimizer) and not any(part is each for each in known):
                         yield part
 
@@ -286,7 +286,7 @@ class CarriedAttributes:
                 for name, value in vars(layer).items():
                     if name not in _INTERNAL:
                         prefix = f"{path}.{name}" if path else name
-                        values |= {f"{prefix}[{place}]": part for place, part in enumerate(_elements(value))}
+                        values |= {f"{prefix}[{place}]": part for place, part in enumerate(elements(value, dict))}
             for name, value in values.items():
                 if isinstance(value, Metric) and id(value) not in seen:
                     seen.update(map(id, value.modules()))
@@ -403,8 +403,3 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
     if isinstance(value, Tensor | nn.Module | Optimizer | np.ndarray):
         return not isinstance(value, L.LightningModule | Metric)
     return any(_holds_tensors(part, depth - 1) for part in elements(parts(value) if depth else ()))
-
-
-def _elements(value: Any) -> Iterable[Any]:
-    # Other mappings, such as a configuration with missing values or a file, may raise errors.
-    return elements(value) if isinstance(value, dict | list | tuple | set) else ()

@@ -359,7 +359,7 @@ def as_mapping(clients: Any, name: str) -> Mapping[Client, Any]:
 
 
 def _check_kinds(clients: Any, numbers: KnownClasses) -> None:
-    values = elements(clients)
+    values = elements(clients, dict)
     for client, value in zip(clients if isinstance(clients, Mapping) else itertools.count(), values, strict=False):
         check_client_loader(value)
         check_class_numbers(numbers, client, value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,13 @@ _BUFFER_ELEMENTS = 1 << 21
 _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-def elements(container: Any) -> Iterable[Any]:
-    """Returns the values of a mutable mapping, or the elements of a list, tuple or set, or ``()`` for other objects."""
-    if isinstance(container, MutableMapping):
+def elements(container: Any, mapping: type[Mapping[Any, Any]] = Mapping) -> Iterable[Any]:
+    """Returns the values of a ``mapping``, or the elements of a list, tuple or set, or ``()`` for other objects.
+
+    With ``dict``, other mappings are not read: a lazy mapping would load all values, and a configuration with missing
+    values raises errors.
+    """
+    if isinstance(container, mapping):
         return container.values()
     return container if isinstance(container, list | tuple | set) else ()
 
