@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,8 +86,7 @@ def run_demo(
         # CamVid has no background class.
         partition = Dirichlet(num_clients, alpha=0.5, background=None, min_size=4)
     clients = PartitionedData(data, partition, val_fraction=0.1, seed=0)
-    torch.set_num_threads(1)  # small images do not benefit from a second thread, and idle threads busy-wait
-    with quiet(), seeded_generators(seed=0):
+    with quiet(), _single_thread(), seeded_generators(seed=0):
         clients.setup("fit")
         task = SegmentationTask(
             "DeepLabV3Plus",
@@ -130,6 +130,17 @@ def run_demo(
         f"\nReport with curves and predictions, for a browser:\n    {result.report}"
     )
     return result
+
+
+@contextmanager
+def _single_thread() -> Iterator[None]:
+    # Small images do not benefit from a second thread, and idle threads busy-wait.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _say_round(number: int, values: Mapping[str, float]) -> None:
