@@ -167,7 +167,7 @@ class WeightAverages(FederatedCallback):
                 raise MisconfigurationException(
                     f"Expected {self._name}.should_update to be true for a `step_idx` below {len(_TRIED_STEPS[0])} or "
                     "for none, because clients send the average from the first round, but the method is true for "
-                    f"{step_idx}: {_AFTER_ROUNDS}."
+                    f"{step_idx} (and false for all tried numbers): {_AFTER_ROUNDS}."
                 )
             return False
         steps = self._base + trainer.global_step - self._first_step
