@@ -356,6 +356,19 @@ def test_a_network_that_mixes_examples_is_refused():
         tried(nn.Sequential(nn.Linear(6, 6), MixesRows(), nn.Linear(6, 4)), F.cross_entropy)
 
 
+def test_one_comparison_without_dependence_is_not_enough():
+    """The loss mixes examples at the first and second of three tried weights."""
+    layer, norms = nn.Linear(6, 4), {}
+
+    def loss(logits, targets):
+        place = norms.setdefault(float(layer.weight.detach().norm()), len(norms))
+        return F.cross_entropy(logits, targets) + (place < 2) * (logits - logits.mean(0)).square().mean()
+
+    with pytest.raises(MisconfigurationException, match="depends on other examples"):
+        tried(layer, loss)
+    assert len(norms) == 2
+
+
 class Edge(nn.Module):
     """A ReLU at 0; as with another summation order, the last bit depends on the number of rows."""
 
