@@ -50,7 +50,8 @@ MANUAL, TIMES = of(clients_for_server, "MANUAL_STEPS"), of(clients_for_server, "
 WHOLE = f"whole, from 0 to {power(of(packets, 'MANY'))}"
 
 ROWS = [
-    ("examples", "num_samples", "weight in averages; integer entries", f"{SAMPLES}; `MaxSamples`, `UniformWeights`"),
+    ("examples", "num_samples", "weight in averages; integer entries", f"{SAMPLES}; less with `MaxSamples` or"
+     " `UniformWeights`"),
     (
         "shared entries",
         "state",
@@ -62,7 +63,7 @@ ROWS = [
         "other tensors",
         "extras",
         "as the method declares",
-        f"finite; root mean square up to {LARGEST}; the rows below. A mean of tensors, such as"
+        f"finite; root mean square up to {LARGEST}; bounds in the rows below. A mean of tensors, such as"
         " the control variates of SCAFFOLD, has no other bound",
     ),
     (
@@ -72,8 +73,9 @@ ROWS = [
         f"planned steps, {MANUAL} times as many with manual optimization; at most"
         f" {power(of(clients_for_server, 'MOST_STEPS'))}; counts as at most {TIMES} times the median",
     ),
-    ("steps of per-step schedulers, loss scale (`16-mixed`)", "after", "the median visit sets the rate and the scale",
-     "as above; scale from " + " to ".join(power(scale) for scale in of(clients_for_server, 'LOSS_SCALES'))),
+    ("steps of per-step schedulers, loss scale (`16-mixed`)", "after", "the visit with the median number of steps sets"
+     " both", "as for optimizer steps; scale from "
+     + " to ".join(power(scale) for scale in of(clients_for_server, 'LOSS_SCALES'))),
     (
         "logged numbers",
         "metrics",
@@ -85,7 +87,7 @@ ROWS = [
     ("last line of the site's record", "head", "returned with the next order", "a number and a digest; affects this"
      " client only"),
     ("requested rows", "rows", "rows to send", "existing rows; in a secure sum, shares that fit published digests"),
-    ("clients of a node", "clients", "orders", "`clients` bound to keys"),
+    ("clients of a node", "clients", "orders to the node", "`clients` assigns each client to a key"),
     ("length of steps (FedNova)", "length", "divisor, and the mean length",
      f"not negative; per planned epoch and per planned work, both at most {NEAR} to {2 * NEAR} times above or below the"
      f" median with `local_steps`, and {EPOCHS} to {2 * EPOCHS} times with epochs, because batch sizes differ; with"
