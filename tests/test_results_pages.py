@@ -42,7 +42,7 @@ ELSEWHERE = {
     "docs/guides/speed.md": ("2.7",),
     "benchmarks/results/projects.md": ("2.7", "4.46"),
     "benchmarks/results/sites.md": ("0.024",),
-    "docs/dev/testing.md": ("3.11", "3.14"),
+    "docs/dev/testing.md": ("3.11",),
     "docs/guides/rehearsal.md": ("17.5",),
 }
 PAIR = re.compile(r"(\d+\.\d+) ± (\d+\.\d+)")
