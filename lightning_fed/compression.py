@@ -271,7 +271,6 @@ class Downlink(UpdateStep):
         return [HeldModels(self)]
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round. Entries that changed after the last aggregation are sent without compression."""
         super().start(info, state)
         self.step.start(info, state)
         changed = [name for name, old_digest in self._digests.items() if digest({name: state[name]}) != old_digest]
@@ -372,7 +371,7 @@ class HeldModels(FederatedCallback):
 
 
 def read_scale(extra: Tensor) -> Tensor:
-    """Returns the scale among an update's extra values. An invalid scale raises :class:`BadUpdate`."""
+    """Checks and returns a compressed update's scale (float64, at least 0). Raises :class:`BadUpdate` if invalid."""
     if extra.shape != torch.Size([]) or extra.dtype != torch.float64 or not float(extra) >= 0:
         raise BadUpdate("the client's compressed update has an invalid scale")
     return extra

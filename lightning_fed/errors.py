@@ -26,9 +26,9 @@ class BadUpdate(ValueError):
 
 
 class BadUpdates(ValueError):
-    """Raised for updates found invalid after all visits of a round. Maps each excluded client to a reason.
+    """Raised if updates are found invalid after all clients have trained. ``reasons`` maps client names to reasons.
 
-    A key that is not a client's name, such as the key for a secure sum, refers to all clients in the round.
+    Any other key, such as the key for a secure sum, refers to all clients in the round.
     """
 
     def __init__(self, reasons: Mapping[str | int, str]) -> None:

@@ -78,12 +78,11 @@ class FederatedCallback(TrainerCallback):
     def on_client_request(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
     ) -> None:
-        """Client side, before the broadcast: may add row indices of sliced entries, and extra tensors, to the request.
+        """Client side, before the broadcast: may add row indices for some entries, and extra tensors, to the request.
 
         The module contains the global model, and the client's memory is available. Entries without requested rows are
-        sent completely. Extra tensors are passed to the rule's
-        :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`. Raising :class:`ClientFault` excludes the
-        client.
+        sent completely. Extra tensors are passed to the rule's :meth:`Aggregator.broadcast
+        <lightning_fed.Aggregator.broadcast>`. Raising :class:`ClientFault` excludes the client.
         """
 
     def on_server_send(
@@ -138,7 +137,8 @@ class FederatedCallback(TrainerCallback):
 
         Implement the hook as a generator: ``yield value`` sends a value (tensors, numbers and plain containers), and
         returns the values of all processes in rank order. Required if :meth:`on_server_aggregate` uses data collected
-        in :meth:`on_server_receive`. For a dictionary by client, set ``shared_attribute`` to the attribute's name.
+        in :meth:`on_server_receive`. If the data are an attribute, a dictionary by client, setting ``shared_attribute``
+        to the attribute's name suffices.
 
         Example:
             >>> class Sizes(FederatedCallback):

@@ -48,8 +48,8 @@ def find_feature(module: str) -> ModuleType | None:
 def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Creates ``__getattr__``, ``__dir__`` and ``__all__`` for a package, to load each name on first access.
 
-    ``package`` and ``door`` are ``__name__`` and ``__file__`` of the package. ``__init__.pyi`` lists the names. A name
-    imported there without ``as`` is not public.
+    ``package`` is the package's ``__name__``, ``door`` the package's ``__file__``. ``__init__.pyi`` lists the names. A
+    name imported there without ``as`` is not public.
     """
     sources: dict[str, tuple[str, bool]] = {}  # maps a name to its module, and whether the name is a submodule
     for statement in ast.parse(Path(door).with_suffix(".pyi").read_text(encoding="utf-8")).body:

@@ -1,8 +1,8 @@
 """The three messages between server and client, with flat dictionaries of tensors.
 
 The server sends a :class:`Broadcast`, the client answers with a :class:`ClientUpdate`. A client may first send a
-:class:`Request`, for a few rows of a large table (the last layer's classes, an embedding's words), or with extra
-tensors for the rule. Only requested rows are sent, in both directions. Byte counts are exact.
+:class:`Request`, to exchange only some rows of a large weight (the last layer's classes, an embedding's words), or to
+send extra tensors to the aggregation rule.
 
 Untrained entries (parameters without gradient, constant buffers) are not sent if the receiver already has the values:
 ``unsent`` contains their names, and the receiver adds the values.
@@ -30,7 +30,7 @@ MOST_SAMPLES = 10**12  # larger reported numbers of examples are rejected
 
 
 def plain_keys(clients: Iterable[Client]) -> list[Client]:
-    """Client names and numbers as Python objects, because NumPy scalars do not load with ``weights_only=True``."""
+    """Converts clients to Python strings and integers, because NumPy scalars do not load with ``weights_only=True``."""
     return [str(client) if isinstance(client, str) else int(client) for client in clients]
 
 

@@ -212,7 +212,7 @@ class _Form(NamedTuple):
 
 
 def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]:
-    """Pickles an object without its tensors. Returns the pickled bytes, and the tensors that are not in ``known``.
+    """Pickles an object without the tensors. Returns the bytes and the tensors, except tensors in ``known``.
 
     Example:
         >>> w = torch.ones(2)

@@ -1,4 +1,4 @@
-"""Interface for the server's rules, which compute the new global state from a round's updates, and averaging rules."""
+"""Interface for aggregation rules (new global state from a round's updates), and rules for averages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RoundInfo:
     """Information about a round for the rule and the update steps.
 
     Args:
-        round: Index of the round, from 0.
+        round: Round index, from 0.
         clients: Names for all clients known in this process.
         trainable: Names of the trained entries; ``None`` if unknown.
         untrained: Names of parameters without gradient and of constant buffers, which visits rarely change.
@@ -121,8 +121,7 @@ class Aggregator(RuleCapabilities, ABC):
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from the global model's shared entries, and discards all earlier updates.
 
-        With several processes, ``start`` is called twice per round. After the second call, :meth:`merge` adds all
-        updates.
+        With several processes, ``start`` is called before the visits, and again before :meth:`merge`.
         """
 
     @abstractmethod
@@ -142,7 +141,7 @@ class Aggregator(RuleCapabilities, ABC):
 
     @abstractmethod
     def merge(self, other: Any) -> None:
-        """Adds the updates that the same rule received in another process."""
+        """Adds the updates from another process's copy of this rule."""
 
     @abstractmethod
     def aggregate(self) -> State | None:

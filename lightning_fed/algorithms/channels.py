@@ -138,7 +138,7 @@ class ChannelRule(AveragingAggregator):
     Attributes:
         octaves: For channels with ``bounds="work"``: base-2 logarithm of the largest accepted ratio between a client's
             number and the median over the clients.
-        work: Planned epochs and planned work (steps, or epochs times examples) for each client. A client without an
+        work: For each client the planned epochs, and the planned steps (or epochs times examples). A client without an
             entry has one epoch over all examples.
 
     Example:

@@ -135,7 +135,7 @@ class FedNova(ChannelRule):
         return momentum, lengths
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Sends the accumulated step length for each shared parameter; 0 if the parameter had no step."""
+        """Adds the accumulated step length :math:`d_K` for each shared parameter to the update; 0 without a step."""
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad or name in visit.records:
                 _, lengths = visit.records.get(name, (0.0, [0.0] * max(1, visit.steps)))

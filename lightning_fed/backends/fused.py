@@ -256,9 +256,9 @@ class BatchLoop:
 
 
 def build_batch_loop(fit: FederatedFit) -> BatchLoop | None:
-    """Returns the loop for the fused visits of a fit, or ``None`` if fused visits are not possible.
+    """Returns the package's loop for visits one by one, or ``None`` if Lightning's loop is necessary.
 
-    The log states the reason. With ``visits="fused"`` the reason is an error.
+    The log states the reason. With ``visits="fused"``, this case is an error.
     """
     trainer = fit.trainer
     obstacle = find_obstacle(trainer, fit.module, fit.has_one_client)

@@ -23,7 +23,7 @@ _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
 
 
 class Traffic(NamedTuple):
-    """Traffic of one client in one round for one model part, in elements of parameters and buffers.
+    """Traffic of one client in one round for one submodule: tensor elements and bytes.
 
     For earlier rounds, only sums over clients are stored, as client ``"(all)"``. The part ``"(extras)"`` contains a
     method's extra tensors, and ``"(request)"`` a client's request for rows.

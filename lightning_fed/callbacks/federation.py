@@ -195,7 +195,7 @@ class Federation(TrainerCallback):
 
     @property
     def steps(self) -> Sequence[UpdateStep]:
-        """Active update steps, innermost first: the method's steps, then the argument ``steps``."""
+        """Update steps in the order on the client: the steps of the method, then the argument ``steps``."""
         return tuple(self.server.chain.steps)
 
     @property
@@ -278,7 +278,7 @@ class Federation(TrainerCallback):
 
     @property
     def client_memory(self) -> State:
-        """Stored tensors of the current client. Changes are kept only if the server accepts the client's update."""
+        """Stored tensors of the client in training. Changes are kept only if the server accepts the client's update."""
         if self.open_visit is None:
             raise RuntimeError("No client is training: the memory of a client is only available during its visit.")
         return self.open_visit.memory

@@ -220,7 +220,6 @@ class CarriedAttributes:
         return "; ".join(dict.fromkeys(advice))
 
     def stop(self) -> None:
-        """Stops the search: restores the methods of classes, metrics and callbacks."""
         self._changes.close()
         self._watched.clear()
         self._watched_types.clear()

@@ -55,7 +55,7 @@ def merge_checkpoints(options: Namespace, model_args: Sequence[str]) -> None:
 
 
 def adapt_checkpoint(options: Namespace, model_args: Sequence[str]) -> None:
-    """Adapts a checkpoint. ``model_args`` are the command-line arguments for recipe, model and data."""
+    """Measures a checkpoint's BatchNorm statistics on data. ``model_args``: arguments for recipe, model and data."""
     content = read_checkpoint(options.checkpoint)
     config = _build_model("adapt", model_args, content, ("model", "data"))
     adapted = adapt(load_matched(config.model, content), _batches(config.data, options.num_batches))

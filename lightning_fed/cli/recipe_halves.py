@@ -43,7 +43,7 @@ _NOT_ON_SERVER = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Objects from a recipe for the server program and the client program, with separate Trainer arguments."""
+    """Objects for the server and the client program, built from one recipe (a LightningCLI config file)."""
 
     federation: Federation
     model: L.LightningModule
@@ -55,7 +55,7 @@ class Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recipe:
-    """Builds federation, model, data and callbacks from a recipe file. Options in ``args`` override the file."""
+    """Builds the objects of a recipe (a LightningCLI config file) for server and client. ``args`` override the file."""
     from lightning_fed.recipe import FederatedCLI
 
     with warnings.catch_warnings():

@@ -141,9 +141,10 @@ def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: in
 
 
 def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, last: int = 1) -> None:
-    """Draws one panel per fraction of stragglers: the mean over seeds as a curve, the range over seeds as a band.
+    """Draws the validation metric by round: one panel per fraction of stragglers, and one curve per method.
 
-    The result is a PNG file; for the arguments see :func:`summarize`.
+    A curve is the mean over seeds, the band around the curve the range over seeds. The result is a PNG file; for the
+    arguments see :func:`summarize`.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.

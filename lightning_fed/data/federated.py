@@ -161,7 +161,7 @@ class FederatedDataModule(EvaluationData):
         clients: Training data by client, or a sequence (clients 0, 1, ...): map-style data sets, or ``DataLoader`` s
             with their own batch size and order. :class:`~lightning_fed.data.LazyClients` builds the data on access.
         val: Validation data: loaders as in ``Trainer.fit``, a data set, or a mapping by client. A mapping is evaluated
-            on the pooled data, and by client with the client's personal entries.
+            on the pooled data, and by client, with the client's personal parameters if any.
         test: Test data, in the same formats.
         batch_size: Examples per batch, for clients given as data sets.
         shuffle: Whether each epoch of each visit reads the examples in a new order.

@@ -67,7 +67,7 @@ class PlannedVisit:
 
 @dataclass(slots=True)
 class VisitBatch:
-    """Batch of a visit, or an error. ``is_last`` marks the last batch from a dataloader without length."""
+    """Batch, or exception from loading the batch. ``is_last`` marks the last batch from a dataloader without length."""
 
     position: int
     batch: Any = None

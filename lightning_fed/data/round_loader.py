@@ -130,7 +130,7 @@ class RoundLoader:
         return any(planned.is_stream for planned in self.visits) and not isinstance(self._limit, int)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the user's training dataloader, such as ``dataset``, for a module's ``setup``."""
+        """Returns a public attribute of the user's training dataloader, such as ``dataset``."""
         if name not in _OF_LOADER:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.population.split_loader is None:

@@ -166,7 +166,8 @@ class FileDataModule(ArrayDataModule):
     ) -> ArrayDataset:
         """Builds a split's data set with normalisation, if requested, and for training with augmentation.
 
-        Inputs have shape (N, C, H, W); targets are classes (N,) or masks (N, H, W); groups are natural clients (N,).
+        Inputs have shape (N, C, H, W); targets are classes (N,) or masks (N, H, W); groups (N,) are natural clients,
+        such as the writers.
         """
         return ArrayDataset(
             inputs,

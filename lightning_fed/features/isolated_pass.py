@@ -124,7 +124,7 @@ def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTr
 
 
 def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
-    """Copies all attributes restored by :func:`isolated_pass`, by name: from the module, submodules and metrics."""
+    """Copies all attributes restored by :func:`isolated_pass`. Keys are attribute paths."""
     paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
     noted: dict[str, Any] = {}
     for layer in {id(layer): layer for layer in (*module.modules(), *find_metrics(module))}.values():

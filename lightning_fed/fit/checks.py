@@ -60,7 +60,7 @@ _NO_DATA = (
 def find_loader_owner(
     trainer: L.Trainer, module: L.LightningModule, reason: str = _NO_DATA
 ) -> L.LightningDataModule | L.LightningModule:
-    """Returns the datamodule or module with the hook ``train_dataloader``. Without the hook, raises ``reason``."""
+    """Returns the datamodule or module that implements ``train_dataloader``. Without one, raises ``reason``."""
     for owner in (datamodule_of(trainer), module):
         if owner is not None and is_overridden("train_dataloader", owner):
             return owner
@@ -279,7 +279,7 @@ def check_option(name: str, then: str, now: str) -> None:
 
 
 def warn_of_batch_norm_option(then: str, now: str) -> None:
-    """Warns if an evaluation uses another option ``batch_norm`` (``now``) than the checkpoint (``then``)."""
+    """Warns if an evaluation with the option ``batch_norm=now`` follows a training with ``batch_norm=then``."""
     if then and then != now:
         _log.warning(
             "The checkpoint's scores were measured with batch_norm=%s, but this evaluation uses %s: set "

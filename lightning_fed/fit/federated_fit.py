@@ -67,7 +67,7 @@ class RemoteSide(ABC):
 
     @abstractmethod
     def start(self, fit: FederatedFit) -> None:
-        """Called before a round starts, after the Trainer has created the optimizers."""
+        """Prepares the connection for a round. The Trainer has already created the optimizers."""
 
     @abstractmethod
     def exchange(self, round: Any) -> None:
@@ -76,10 +76,10 @@ class RemoteSide(ABC):
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
     ) -> list[tuple[Client, State]]:
-        """Asks remote clients to measure BatchNorm inputs. Yields pairs of client and report.
+        """Collects BatchNorm input statistics from remote clients, as pairs of client and statistics.
 
-        ``send`` prepares the broadcast to a client. Clients that cannot measure are excluded from the round. On a
-        client's machine the result is empty.
+        ``send`` creates a client's broadcast. A client without answer is excluded. On a client's machine the result is
+        empty.
         """
         return []
 

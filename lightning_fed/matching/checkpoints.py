@@ -92,7 +92,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Reads a checkpoint file to the CPU. If the checkpoint is already loaded, copies dictionaries but not tensors."""
+    """Loads a checkpoint file onto the CPU, or copies a loaded checkpoint (the dictionaries, without the tensors)."""
     if isinstance(checkpoint, Mapping):
         content, label = dict(checkpoint), "the checkpoint"
     else:

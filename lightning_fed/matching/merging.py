@@ -137,7 +137,7 @@ class MatchedAverage:
         data: Iterable[Any] | None = None,
         weights: Sequence[float] | None = None,
     ) -> MergedModel:
-        """Merges networks. Refuses low-rank adapters, non-finite values, and networks without permutable neurons.
+        """Averages networks after matching the neurons. Refuses adapters, NaN, infinities, and unmatchable networks.
 
         Args:
             networks: Checkpoint paths, checkpoint contents, states or modules, with equal architecture and widths.

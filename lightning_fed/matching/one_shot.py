@@ -89,11 +89,11 @@ def match_states(
     ``"pfnm"`` proceeds from the last to the first group and compares outgoing weights and biases, and in the first
     layer also incoming weights. Groups with fixed width are only permuted.
 
-    Matching compares each network with the earlier networks, using only some weights. Afterwards, at most ``sweeps``
-    alignment sweeps over all networks and groups use all weights, until nothing changes
-    (:func:`~lightning_fed.matching.align_networks`). With ``"grow"`` the sweeps precede the matching, and the matching
-    compares all incoming weights (``"pfnm"``: all weights). By default prior means are 0, and variances equal for all
-    networks. BatchNorm's running statistics are averaged too, and should be measured again with the merged network.
+    Matching compares each network with the earlier networks. Afterwards, alignment sweeps over all networks and groups
+    compare all weights (:func:`~lightning_fed.matching.align_networks`), at most ``sweeps`` times or until no neuron
+    changes place. With ``"grow"`` the sweeps precede the matching, and the matching compares all incoming weights
+    (``"pfnm"``: all weights). By default prior means are 0, and variances equal for all networks. BatchNorm's running
+    statistics are averaged too, and should be measured again with the merged network.
 
     Args:
         states: One state per network, with equal entries.

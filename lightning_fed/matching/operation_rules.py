@@ -66,7 +66,7 @@ def pool(tracer: Tracer, call: Call) -> Any:
 
 
 def reduction(tracer: Tracer, call: Call) -> Any:
-    """Traces reductions over some or all dimensions, and the maximum or minimum of two tensors."""
+    """Traces neurons through reductions, such as a sum over dimensions, and the maximum or minimum of two tensors."""
     if len(call.tensors) > 1:
         return pointwise(tracer, call)
     activation = tracer.activation(call.tensors[0])

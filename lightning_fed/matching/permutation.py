@@ -30,7 +30,8 @@ class GroupEntry(NamedTuple):
     """Positions of a permutation group's neurons on one axis of a state dict entry.
 
     Attributes:
-        positions: Indices on the axis, int64, shape ``(neurons, copies)``.
+        positions: Indices on the axis, int64, shape ``(neurons, copies)``; a flattened channel has several positions
+            (copies).
         role: ``"out"`` for axes with neurons as outputs (rows of a weight), ``"in"`` for axes with neurons as inputs
             (columns), ``"vec"`` for one value per neuron (bias, normalization), ``"both"`` for tied embeddings.
         length: Axis length, including the neurons of other permutation groups.

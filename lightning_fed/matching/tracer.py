@@ -159,7 +159,7 @@ class Tracer:
     # --- helpers for rules -----------------------------------------------------------------------------------------
 
     def along(self, value: TracedActivation | ParameterView, dim: int) -> Tensor:
-        """Treats all elements with the same index along ``dim`` as one neuron. Returns the neuron id by index."""
+        """Joins all elements with the same index along ``dim`` into one neuron. Returns one neuron id per index."""
         activation = self.activation(value)
         dim %= len(activation.shape)
         remaining_dims = [index for index in range(len(activation.shape)) if index != dim]
@@ -180,7 +180,7 @@ class Tracer:
         self.union_find.unite(axis_ids, torch.where(ids == NEUTRAL, PINNED, ids))
 
     def couple_vectors(self, values: Iterable[Any], ids: Tensor) -> None:
-        """Assigns the elements of vectors, such as a bias, to the neurons ``ids``. Skips ``None``."""
+        """Assigns the elements of one-dimensional parameters, such as biases, to neurons ``ids``. Skips ``None``."""
         for value in values:
             if isinstance(value, TracedActivation | ParameterView):
                 vector = self.activation(value)

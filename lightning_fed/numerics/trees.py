@@ -224,7 +224,7 @@ def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
 
 
 def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Euclidean norm by tensor, shape ``()``: float64 for 64-bit tensors, else float32."""
+    """Returns the Euclidean norm of each tensor, shape ``()``: float64 for 64-bit tensors, else float32."""
     wide = (value if value.dtype in _NORMED else value.float() for value in tensors)
     return [at_least_float32(torch.linalg.vector_norm(value)) for value in wide]
 

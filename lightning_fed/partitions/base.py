@@ -31,7 +31,7 @@ class PartitionOfPartition(Partition):
 
     @abc.abstractmethod
     def change(self, client: Client, seed: int) -> Callable[[Any], Any]:
-        """Returns a picklable function from a sample of ``client`` to the changed sample."""
+        """Returns a function that changes a single sample of ``client``. The function must be picklable."""
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
         return self.partition.split(dataset, seed)
@@ -75,7 +75,7 @@ class NumberedPartition(Partition):
 
     @abc.abstractmethod
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
-        """Returns the sample indices of clients 0, 1, ... ``seed`` is the partition's or the federation's seed."""
+        """Returns one array of sample indices per client, starting with client 0. ``seed`` seeds random choices."""
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
         num_samples = length_of(dataset)

@@ -247,7 +247,7 @@ def _label_of_target(target: Any, ignore_index: int | None, background: int | No
 
 
 def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
-    """Converts labels to class numbers (strings alphabetically, real numbers by bins). Warns about unusual labels."""
+    """Converts labels to class numbers: strings in alphabetical order, real numbers by quantiles."""
     if values.dtype.kind not in "iubfU":
         raise NoLabels(f"Expected labels to be all numbers or all strings, but got {values[0]!r}. {_HINT}")
     if values.dtype.kind == "U":

@@ -117,7 +117,7 @@ class SamplerStream:
 
 
 class SampledClients(DatasetClients):
-    """Clients of one data set whose examples are drawn by a custom sampler. ``draws`` divides the sampler's passes."""
+    """Clients of one data set with a custom sampler. ``draws`` assigns the indices from the sampler to the clients."""
 
     def __init__(self, draws: SamplerStream, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -152,7 +152,6 @@ class CentralDP(UpdateStep):
         self._last: dict[str, float] = {}
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round. Clipping and noise apply to the trained floating-point entries."""
         super().start(info, state)
         self.names = [name for name, value in state.items() if value.is_floating_point() and name not in info.untrained]
         vectors = [to_float64(state[name]).reshape(-1) for name in self.names]
@@ -216,7 +215,7 @@ class CentralDP(UpdateStep):
         return self.step_noise * self.sensitivity * self.clip
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules other than averages, a second :class:`CentralDP`, and steps that mix clients' updates."""
+        """Refuses non-average aggregation rules, a second :class:`CentralDP`, and steps that compare updates."""
         if type(rule) is not FedAvg:
             raise OptionError(
                 "Expected an averaging method for differential privacy ('fedavg', 'fedprox', or a server optimizer),"

@@ -51,10 +51,10 @@ class Gradients(NamedTuple):
 class ExampleGradients:
     """Per-example gradient norms and weighted sums from one backward pass through the mean loss.
 
-    Hooks record each layer's inputs and output gradients; the backward pass computes no parameter gradients for layers
-    with a rule. Norms for linear layers, convolutions and embeddings need no per-example gradients if a product of
-    inputs and output gradients is cheaper. Other layers use Opacus' rules, with ``torch.func`` as fallback. Module and
-    layers are not changed. In-place operations are allowed, unlike with Opacus' hooks. ``values`` maps parameters to
+    Hooks record each layer's inputs and output gradients; for linear layers, convolutions and embeddings the backward
+    pass computes no parameter gradients, and norms need no per-example gradients if a product of inputs and output
+    gradients is cheaper. Other layers use Opacus' rules, with ``torch.func`` as fallback. Module and layers are not
+    changed. In-place operations are allowed, unlike with Opacus' hooks. ``values`` maps parameters to
     :class:`Gradients`, divided by the number of examples.
 
     References:
@@ -172,7 +172,7 @@ def of_samples(samples: Tensor) -> Gradients:
 
 
 def _rule(layer: nn.Module, inputs: Tensor, signal: Tensor, is_only: bool) -> dict[nn.Parameter, Gradients] | None:
-    """Computes per-example gradients from a layer's inputs and output gradients; ``None`` for unsupported layers."""
+    """Returns the per-example gradients of a linear, convolution or embedding layer; ``None`` for other layers."""
     kind, weight, bias = type(layer), cast(Any, getattr(layer, "weight", None)), getattr(layer, "bias", None)
     is_convolution = kind in _CONVOLUTIONS and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     if not is_convolution and kind not in (nn.Embedding, nn.Linear):

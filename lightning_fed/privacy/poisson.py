@@ -56,7 +56,7 @@ class PoissonSampling:
         return positions if len(positions) else np.zeros(1, dtype=np.int64)
 
     def load(self, loader: Any, planned: PlannedVisit) -> Iterator[Any]:
-        """Yields the batches of a visit, loaded from the data set of the client's loader."""
+        """Yields batches with independent random samples (Poisson sampling) for one client's turn in a round."""
         visit, (loader, batch_size) = planned.visit, check_poisson_loader(loader)
         batches = (
             self.served(visit.client, visit.round, number, planned.num_samples, batch_size)

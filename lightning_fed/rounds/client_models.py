@@ -1,4 +1,4 @@
-"""Client models outside visits: copies for the user, and clients' answers to questions from callbacks."""
+"""Copies of client models for the user, and the clients' calculations for callbacks between rounds."""
 
 from __future__ import annotations
 

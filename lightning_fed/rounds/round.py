@@ -187,7 +187,7 @@ class Round:
         return state is not None
 
     def aggregate(self) -> State | None:
-        """Returns the new shared entries, including changes by callbacks, or ``None`` without a valid aggregate."""
+        """Aggregates the updates, and lets callbacks change the result. Returns ``None`` without a valid aggregate."""
         state = self._server.finish_round()
         self._check_writes()
         if state is None:
@@ -253,7 +253,7 @@ class Round:
     # At any time
 
     def abandon(self) -> None:
-        """Ends the round without an aggregate, and restores the initial global model, except in a plain fit."""
+        """Ends the round without an aggregate, and restores the initial global model, except with a single client."""
         if self._check is not None:
             self._check.stop()
         self.driver.close()

@@ -156,7 +156,7 @@ class ServerInterface(ABC):
         report: Report on the current or last round.
         state_before: The chain's state before the round.
         errors: Exceptions from updates in this process, without tracebacks.
-        held: Untrained entries that each client already has.
+        held: Untrained state dict entries known to each client, which are not sent again.
     """
 
     def __init__(self, chain: Chain, min_clients: int = 1) -> None:

@@ -105,7 +105,6 @@ class Chain:
         self.rule.start(info, state)
 
     def form(self, broadcast: Broadcast) -> State:
-        """Returns tensors with the names, shapes and dtypes of a client's encoded update to ``broadcast``."""
         form = self.rule.expected(broadcast) if self.rule.resizes else broadcast.state
         for step in self.steps:
             form = step.form(form)
@@ -117,7 +116,7 @@ class Chain:
     # Client
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Applies all update steps to a trained update. The steps change ``memory``, the stored client state."""
+        """Applies all update steps to a trained update. Steps may change ``memory``, the client's stored tensors."""
         for index, (name, step) in enumerate(self._named_steps().items()):
             prefix = f"step:{name}:"
             step_memory = {key.removeprefix(prefix): memory.pop(key) for key in list(memory) if key.startswith(prefix)}

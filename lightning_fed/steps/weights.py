@@ -14,7 +14,7 @@ class WeightStep(UpdateStep, ABC):
 
     @abstractmethod
     def weight(self, num_samples: int) -> int:
-        """Returns the weight, an integer of at least 1 (a larger ``num_samples`` must not lower the weight)."""
+        """Returns the client's weight in the mean: an integer, at least 1, not decreasing in ``num_samples``."""
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         update.num_samples = self.weight(update.num_samples)

@@ -35,7 +35,7 @@ Answer: TypeAlias = dict[str, dict[str, list[float]]]
 
 
 def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support: int = 10) -> tuple[Kind, Answer]:
-    """Computes a site's answer to a study: kind of score, and sums over cases for each pair of models and seed.
+    """Returns the kind of score, and sums over a site's cases (examples) for each pair of models and each seed.
 
     Args:
         runs: Scores by model and seed, in the form of :attr:`SiteScores.scores`. The cases must be equal.
@@ -69,7 +69,7 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
 
 
 def estimate(kind: Kind, sums: Sequence[float]) -> tuple[Estimate, int, tuple[float, float]]:
-    """Estimates the difference between two models from a site's sums. Also returns case count and both scores."""
+    """Returns the estimated difference between two models' scores, the case count and both scores, from case sums."""
     if kind == "areas":
         return difference_of_areas(sums), int(sums[0] + sums[1]), (sums[2], sums[3])
     if kind == "replicates":

@@ -184,7 +184,7 @@ def load_study(path: Path) -> Study:
 
 
 def describe(study: Study) -> str:
-    """Formats a study in Markdown: tables with gains by site, the primary comparison first, and notes."""
+    """Formats a study in Markdown: for each method a table of score gains over the baseline by site, and notes."""
     baseline = study.models[-1]
     methods = [model for model in study.models[:-1] if model != "central"]
     tables = [compare_sites(study, method, baseline) for method in methods]

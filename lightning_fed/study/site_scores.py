@@ -1,4 +1,4 @@
-"""Scores each site's model on the site's single cases. The scores stay at the site."""
+"""Stores the score for every single example at each site. The scores do not leave the site."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class SiteScores(AskableCallback):
         check_sites(trainer, federation_of(trainer))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Raises an error before training if sites have no evaluation data, unless ``setup`` loads test data later."""
+        """Raises an error before training if a client has no evaluation data, unless ``setup`` loads the data later."""
         datamodule = datamodule_of(trainer)
         loads_later = isinstance(datamodule, EvaluationData) and is_overridden("setup", datamodule)
         if self.stage == "validation" or isinstance(datamodule, PartitionedData) or not loads_later:

@@ -109,7 +109,7 @@ def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -> Any:
-    """Returns a copy of a layer's output with the tensors in ``new``, by their names in :func:`named_features`."""
+    """Returns a copy of a layer's output with new tensors. ``new``: tensors by name, see :func:`named_features`."""
     if isinstance(features, Tensor):
         return new.get(name or "0", features)
     if isinstance(features, MutableMapping):

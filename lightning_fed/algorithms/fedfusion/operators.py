@@ -123,7 +123,7 @@ class ConvFusion(FusionOperator):
 
     @torch.no_grad()
     def summary(self) -> dict[str, float]:
-        """Scalar for the log: ``global_share``, the global features' share in the sum of squared weights."""
+        """Value for the log: ``global_share``, the global features' share in the sum of squared fusion weights."""
         squares = self.weight.square()
         return {"global_share": float(squares[:, : len(squares)].sum() / squares.sum())}
 

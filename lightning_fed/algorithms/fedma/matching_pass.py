@@ -27,10 +27,11 @@ ASSIGNMENT, WIDTH = "fedma:assignment:", "fedma:width:"
 
 @dataclass(frozen=True)
 class MatchingPass:
-    """Progress of FedMA's matching pass from round ``origin`` to ``round``. Each round matches one stage of layers.
+    """Progress of FedMA's matching pass, which started in round ``origin``. Each round matches one stage (some layers).
 
-    ``stage`` is the number of matched stages. ``owners`` contains, for each global neuron, the number of clients with a
-    matched neuron. After the pass ``matched_state`` is empty, and ``hashes`` contains a hash for each matched entry.
+    ``round`` is the current round, and ``stage`` the number of matched stages. ``owners`` contains, for each global
+    neuron, the number of clients with a matched neuron. After the pass ``matched_state`` is empty, and ``hashes``
+    contains a hash for each matched entry.
     """
 
     origin: int
@@ -83,7 +84,7 @@ def tensor_hash(value: Tensor) -> int:
 
 
 def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
-    """Reads the global neuron count for each permutation group from a message's extra tensors or a client's memory."""
+    """Selects the global neuron counts by permutation group from a message's or a client's named tensors."""
     return {name: int(width) for name, width in without_prefix(values, WIDTH).items()}
 
 

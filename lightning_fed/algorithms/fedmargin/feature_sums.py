@@ -150,10 +150,10 @@ class TrainingFeatureSums:
         self._batch = None
 
     def check(self, layer: FeatureLayer, is_manual: bool) -> None:
-        """Raises ``ValueError`` if the feature layer did not run in a training batch, except for skipped batches.
+        """Raises ``ValueError`` if the feature layer did not run in a batch with an optimizer step.
 
-        With manual optimization, skipped batches cannot be detected. The error is then only raised if the layer ran in
-        no batch.
+        With manual optimization, batches without a step cannot be detected. The error is then only raised if the layer
+        ran in no batch.
         """
         is_blind = is_manual and self._num_started > 0 and self._num_seen == 0
         if is_blind or self._num_seen + self._num_skipped < self._num_started:

@@ -56,7 +56,7 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
     of squared distances from the mean) within the plane. The first picture is drawn in the first epoch (round) with two
     classes. Other loggers receive no pictures.
 
-    Saved state: ``last_epoch``, the epoch with the last picture, and ``view``, the plane (3 d numbers for d features).
+    Saved state: ``last_epoch``, the epoch with the last picture, and ``view``, the plane.
 
     Args:
         every_n_epochs: Epochs (rounds) between two pictures.

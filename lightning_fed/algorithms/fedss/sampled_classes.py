@@ -1,4 +1,4 @@
-"""Classes that a FedSS client uses in one visit: positives and sampled negatives (section 3)."""
+"""Classes used by a FedSS client in one round: classes in the client's data, and sampled other classes (section 3)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SampledClasses:
         return self.objective == "negonly"
 
     def check_among(self, num_classes: int) -> None:
-        """Refuses classes outside 0 to ``num_classes - 1``. With the objective "full" all classes are required."""
+        """Checks that classes are in 0 to ``num_classes - 1``, and complete with the objective "full"."""
         lowest, highest = int(self.classes[0]), int(self.classes[-1])
         if lowest < 0 or highest >= num_classes:
             raise ValueError(f"Expected `classes` to be from 0 to {num_classes - 1}, but got {lowest} to {highest}.")

@@ -39,7 +39,7 @@ class Mixture(CollectingStep):
 
     @abstractmethod
     def mixing(self, gram: Tensor) -> Tensor:
-        """Returns the weights of old updates in new updates, shape ``(new, old)``, from the inner products ``gram``."""
+        """Returns weights, shape ``(new, old)``, for updates as weighted sums. ``gram``: old inner products."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses aggregation rules with a trusted client or with several global models."""
@@ -88,7 +88,7 @@ class Mixture(CollectingStep):
 
 
 class TolerantMixture(Mixture):
-    """Base class of mixtures that assume a number of malicious clients, by default the largest below half."""
+    """Base class of mixtures with an assumed number of malicious clients, by default the largest number below half."""
 
     def __init__(self, num_malicious: int | None = None) -> None:
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
@@ -101,10 +101,10 @@ class TolerantMixture(Mixture):
 
 
 class NearestNeighborMixing(TolerantMixture):
-    """Replaces each of n updates by the mean of the n - f nearest updates, including itself (NNM, AISTATS 2023).
+    """Replaces each of n updates by the mean of the update and the n - f - 1 nearest updates (NNM, AISTATS 2023).
 
     Args:
-        num_malicious: Number f of malicious clients; if ``None``, the largest number below one half.
+        num_malicious: Number f of malicious clients; if ``None``, the largest number below n / 2.
 
     Raises:
         ValueError: If ``num_malicious`` is negative.

@@ -65,7 +65,7 @@ def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
 
 
 class ProcessSynchronisation(RoundSynchronisation):
-    """Synchronises processes once per round. ``balance``: the quantity to balance, ``"batches"`` or ``"time"``."""
+    """Exchanges values between processes once per round. ``balance``: quantity to equalise, batches or time."""
 
     visit_costs: VisitCosts  # measured costs, used to balance the processes
 
@@ -209,8 +209,8 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
     """Refuses settings and callbacks that do not work if several processes share a round's clients.
 
     Raises:
-        MisconfigurationException: If the fit uses a client store that other processes cannot read, checkpoints
-            within a round, or a callback without ``share_round``.
+        MisconfigurationException: If other processes cannot read the client store, if a callback saves checkpoints
+            within a round, or if a callback collects updates without ``share_round``.
     """
     if type(store).share is ClientStore.share:
         raise MisconfigurationException(
@@ -238,7 +238,7 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
 
 
 def shares_notes(callback: FederatedCallback) -> bool:
-    """True if a callback exchanges values between processes, by ``share_round`` or ``shared_attribute``."""
+    """True if a callback exchanges values between processes, with ``share_round`` or ``shared_attribute``."""
     return hasattr(callback, "shared_attribute") or is_overridden("share_round", callback, FederatedCallback)
 
 

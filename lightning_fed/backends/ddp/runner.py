@@ -133,7 +133,7 @@ class RankRunner(ClientRunner):
             self.store_kind = _ReadStore
 
     def train(self, packet: Packet, node: Mapping[str, Any], judge: Any) -> tuple[Any, ...]:
-        """Trains a client on this process's share of the data. Returns steps, update, fault and scheduler states."""
+        """Trains a client on this process's share of the data. Returns steps, update, error and scheduler states."""
         self.keep_log()
         population, datamodule = self._data_at(node)
         train_request, broadcast = read_train_request(packet, VISIT)
@@ -161,8 +161,7 @@ class RankSide(RemoteServerSide):
 
 
 class _ReadHeldFile(HeldFile):
-    def store(self, state: State) -> None:
-        """Does nothing, because only the first process writes the file."""
+    def store(self, state: State) -> None: ...
 
 
 class _ReadStore(FolderStore):

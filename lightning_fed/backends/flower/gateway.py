@@ -276,7 +276,7 @@ async def _answer(send: Send, status: int, body: bytes) -> None:
 
 
 def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: str, key: str, database: str) -> None:
-    """Runs a gateway until the process ends. ``database`` is the SuperLink's SQLite file with the node keys."""
+    """Forwards calls to a SuperLink, without end. ``database``: the SuperLink's SQLite file with public keys."""
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners = [Listener(family, address) for family, address in {(info[0], info[4]): None for info in infos}]
     config = uvicorn.Config(

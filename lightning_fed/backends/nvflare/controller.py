@@ -92,7 +92,7 @@ class FederationController(Controller):  # type: ignore[misc]
         self._key = read_private_key(key)
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        """Prevents NVFLARE from ending the job after an answer that cannot be decoded."""
+        """Patches NVFLARE, so that an answer from a client that cannot be decoded does not end the job."""
         _survive_bad_answers()
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:

@@ -104,7 +104,7 @@ class Outcome:
 
 
 def rehearse(plan: Plan, seed: int) -> Outcome:
-    """Runs a deployment in virtual time. Equal plans and seeds give equal outcomes and logs."""
+    """Runs a deployment's server and clients in simulated time. Equal ``plan`` and ``seed`` give an equal outcome."""
     outcome = Outcome(seed)
     with tempfile.TemporaryDirectory() as name:
         _Run(plan, outcome, Path(name).resolve()).run()

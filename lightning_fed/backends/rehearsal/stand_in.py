@@ -108,7 +108,7 @@ class RehearsedRunner(ClientRunner):
 
 
 class _StandInFit(SimpleNamespace):
-    """Substitute for a fit in a rehearsal, with only the attributes that :meth:`RemoteServerSide.start` reads."""
+    """Replaces a real fit in a simulated deployment. Has only the attributes read by :meth:`RemoteServerSide.start`."""
 
     def __init__(self, module: L.LightningModule, federation: Federation, store: FolderStore) -> None:
         trainer = SimpleNamespace(

@@ -50,7 +50,7 @@ def suggest_deadline(plan: Plan, outcomes: Sequence[Outcome]) -> str:
 
 
 def write_summary(plan: Plan, outcomes: Sequence[Outcome]) -> str:
-    """Formats the summary over all rehearsals (``outcomes``) as text with Markdown tables."""
+    """Formats the results of rehearsals as text with Markdown tables: probabilities, costs and excluded clients."""
     count = len(outcomes)
     reached = [["rounds", "probability"]]
     for rounds in sorted({math.ceil(plan.rounds * part / 4) for part in (1, 2, 3, 4)}):

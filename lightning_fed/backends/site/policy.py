@@ -105,7 +105,7 @@ class RequiredStep:
     at_most: Mapping[str, float] = field(default_factory=dict)
 
     def find_fault(self, half: Half) -> str | None:
-        """Returns the reason why a client program (``half``) violates the requirement, or ``None``."""
+        """Returns the reason why a client program (``half``) does not execute the required step, or ``None``."""
         reason: str | None = f"the federation has no {self.name}"
         for index, step in enumerate(half.steps):
             if type(step).__name__ == self.name:
@@ -134,15 +134,15 @@ class RequiredStep:
 
 @dataclass(frozen=True)
 class SitePolicy:
-    """Rules for servers and outgoing data. Lists contain patterns (:mod:`fnmatch`); an empty list allows nothing.
+    """A site's rules for servers and data. Lists contain patterns (:mod:`fnmatch`); an empty list allows nothing.
 
     Args:
         digest: Hash of the policy file.
         servers: Public keys, as lines from ``.pub`` files; ``"*"`` for all servers, also without a signature.
         runs: Allowed run names.
         methods: Allowed method names, case-insensitive.
-        answers: Allowed answer kinds: ``"update"``, ``"request"``, ``"statistics"``, ``"sum"`` and
-            ``"evaluation"``. Every allowed server receives the client names.
+        answers: Allowed answer kinds: ``"update"``, ``"request"``, ``"statistics"``, ``"sum"`` and ``"evaluation"``.
+            Every allowed server receives the client names.
         entries: Allowed model entry names.
         extras: Allowed names of the method's additional tensors and of BatchNorm statistics.
         metrics: Allowed names of logged values, and of values and metrics from an evaluation.

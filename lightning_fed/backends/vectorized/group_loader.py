@@ -24,16 +24,16 @@ from lightning_fed.data.round_loader import RoundLoader
 
 
 class GroupLoader(RoundLoader):
-    """Dataloader of a round with groups of simultaneous visits. A group's batches are lists of :class:`StackedBatch`.
+    """Dataloader of a round with groups of clients that train simultaneously; yields lists of :class:`StackedBatch`.
 
     Args:
         arguments: The arguments of :class:`RoundLoader`.
-        size: Maximum number of visits per group.
-        is_equal: Whether all visits in a group must have the same number of batches.
-        draws: Whether visits also draw from Python's and NumPy's generators, not only from PyTorch's.
+        size: Maximum number of clients per group.
+        is_equal: Whether all clients in a group must have the same number of batches.
+        draws: Whether training also draws from Python's and NumPy's generators, not only from PyTorch's.
 
     Attributes:
-        numbers: Random generators of the simultaneous visits; ``None`` in a visit of a single client.
+        numbers: Random generators of the current group's clients; ``None`` for a single client.
     """
 
     def __init__(self, *arguments: Any, size: int, is_equal: bool, draws: bool) -> None:

@@ -47,7 +47,7 @@ class ServerSum:
         """Runs the steps before training: clients publish keys, exchange encrypted shares and decrypt received shares.
 
         A client without an answer is excluded. If too few clients remain, all clients are excluded. A client with
-        unusable shares is also excluded; the other clients restart with new keys, because no update is masked yet.
+        unusable shares is also excluded; then the other clients repeat the steps with new keys.
         """
         for client in [client for client in clients if client in self.distrusted]:
             self._server.fail(client, "the client's shares failed in an earlier sum of this run")

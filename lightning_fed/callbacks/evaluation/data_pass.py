@@ -278,12 +278,7 @@ def pooled_values(
     is_muted: bool = True,
     faults: dict[str, str] | None = None,
 ) -> dict[str, float]:
-    """Combines reports to values over all data. The values equal the logged values in a pass over all data.
-
-    A value is omitted if it is undefined, or if the sums and metric states do not determine it. A client with a
-    non-finite value is excluded if another client has a finite value. In a mean, the weight per example is at most 100
-    times the median weight over the clients.
-    """
+    """Combines the clients' evaluation reports: computes the logged values for the union of the clients' data."""
     joined: dict[str, LoggedValue] = {}
     for name in {name: None for report in reports for name in report.logged}:
         logged = limited_values([report for report in reports if name in report.logged], name)
@@ -393,7 +388,7 @@ def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
 
 
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
-    """Returns each client's value logged as ``name``. A weight per example is at most 100 times the clients' median."""
+    """Returns the clients' values for a log name; weights per example are at most 100 times the median over clients."""
     logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
     heaviest = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
     return [value.limited(heaviest * count) for value, count in logged]

@@ -1,4 +1,4 @@
-"""Entropy maps: the model's uncertainty about the class, and the spread of active features, for each pixel.
+"""Entropy maps: the model's uncertainty about the class, and the entropy over feature channels, for each pixel.
 
 Shannon, "A Mathematical Theory of Communication", 1948, as used in FedMargin. Logarithms are natural, and 0 ln 0 is 0.
 """
