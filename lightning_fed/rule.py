@@ -66,7 +66,7 @@ class RuleCapabilities:
     always: Sequence[Client] = ()
 
     def held_rows(self) -> Mapping[str, Tensor]:
-        """Maps each sliced entry to the rows aggregated in the last round: int64 indices, shape ``(rows,)``.
+        """Maps entry names to the rows aggregated in the last round (int64 indices), if clients receive single rows.
 
         An entry is omitted if at least one client trained all rows of the entry.
         """
@@ -81,7 +81,7 @@ class RuleCapabilities:
         return schedule.cohort(round, population.clients, always=self.always)
 
     def expected(self, broadcast: Broadcast) -> State:
-        """Returns tensors with names, shapes and dtypes as in a valid update to ``broadcast``, and any values."""
+        """Returns a state like a valid update to ``broadcast``: names, shapes and dtypes are equal, values differ."""
         return broadcast.state
 
     def model_of(self, client: Client) -> State | None:
@@ -171,9 +171,9 @@ class AveragingAggregator(Aggregator):
     """Weighted mean of client states, with the memory of one state. Subclasses implement :meth:`weight`.
 
     Args:
-        row_weighting: Divisor for a row's summed change, in sliced entries. ``"global"``: total weight of all clients
-            (FedSS paper), so a row trained by few clients changes little. ``"per_row"``: total weight of the clients
-            with the row.
+        row_weighting: Divisor for a row's summed change, if clients receive only some rows. ``"global"``: total weight
+            of all clients (FedSS paper), so a row trained by few clients changes little. ``"per_row"``: total weight of
+            the clients with the row.
     """
 
     def __init__(self, row_weighting: RowWeighting = "global") -> None:

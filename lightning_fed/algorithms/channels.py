@@ -87,11 +87,11 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Sums over updates from clients whose limited numbers have equal base-2 exponents.
+    """Sums over the updates of clients whose reported numbers have the same magnitude (base-2 exponent).
 
-    Two parts can be merged, in any order. The rule excludes whole parts, because the update of one client cannot be
-    subtracted from a sum. ``means`` contains the mean for each channel. ``sums`` contains further sums for each model
-    entry, as objects with a Python method ``merge``.
+    The rule excludes clients with implausible numbers. A sum over all clients would not allow this, because single
+    updates are not stored, so the rule keeps one sum per magnitude and omits whole sums. ``means`` contains the mean
+    for each channel. ``sums`` contains further objects with a Python method ``merge``, by model entry.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)

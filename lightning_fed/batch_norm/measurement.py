@@ -505,9 +505,10 @@ def measure_statistics(
     load: Callable[[Visit], None],
     limit_visit: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[tuple[Client, State]]:
-    """Measures the inputs of BatchNorm ``layers`` in one pass over each client's data, within ``limit_visit()``.
+    """Measures the inputs of BatchNorm ``layers`` in one pass over each client's data.
 
-    Clients that cannot measure are excluded, with a log line. Afterwards the module contains the last client's model.
+    ``limit_visit`` creates the context for a client, such as a time limit. A client without a result is excluded, with
+    a log line. Afterwards the module contains the last client's model.
     """
     step, ranks = forward_step(module), process_group_of(trainer)
     if step is None:

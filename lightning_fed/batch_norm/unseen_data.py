@@ -89,7 +89,7 @@ class UnseenData(RevertingCallback, FederatedCallback):
 
     @torch.inference_mode(False)
     def measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-        """Measures BatchNorm statistics on unlabelled data from no client, if the option ``unseen`` is "data"."""
+        """Measures BatchNorm statistics on the given unlabelled batches, if the option ``unseen`` is "data"."""
         adapter = self._adapter
         if adapter is None or not adapter.is_active or self._find_fit().batch_norm.unseen != "data":
             return

@@ -275,7 +275,7 @@ def with_background(logits: Tensor) -> Tensor:
 
 
 def segmentation_logits(module: L.LightningModule, images: Tensor) -> Tensor:
-    """Returns logits, shape ``(N, num_classes, H, W)``, or ``(N, 1, H, W)`` for a binary task."""
+    """Runs a segmentation model on images; returns logits, shape ``(N, num_classes, H, W)`` (binary: one channel)."""
     logits = module(images)
     if isinstance(logits, Mapping) and "out" in logits:  # torchvision's models
         logits = logits["out"]

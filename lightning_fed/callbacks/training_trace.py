@@ -65,9 +65,9 @@ class TrainingTrace(NamedTuple):
 class ClassTask:
     """Classes that a module learns: classifier layer, number of classes, ignored label and position of labels.
 
-    ``target`` is a function from a batch to labels, or ``None`` if the step changes the labels. The function refuses
-    batches whose structure differs from the traced batch. ``is_multilabel`` is true if an example has a label for each
-    class.
+    ``target`` is a function from a batch to labels, or ``None`` if ``training_step`` computes other labels from the
+    batch. The function refuses batches whose structure differs from the traced batch. ``is_multilabel`` is true if an
+    example has a label for each class.
     """
 
     layer: str

@@ -69,9 +69,9 @@ class LocalOptimizers:
     def start_visit(
         self, packed: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """Restores optimizers, schedulers and loss scale from the round's start. Then loads the buffers ``packed``.
+        """Resets optimizers, schedulers and loss scale to the round's start, then loads ``packed`` optimizer state.
 
-        ``rows`` lists pairs of a sliced parameter and the indices of the client's rows.
+        ``rows`` lists pairs of a parameter and row indices, for a client with only some rows.
         """
         if self.mode == "continue":
             return

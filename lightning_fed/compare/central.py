@@ -127,7 +127,7 @@ def _length_of(loader: Any) -> int:
 
 
 class _PooledRounds(RevertingCallback):
-    """Callback that replaces the training dataloader by :class:`_Rounds`, and freezes entries frozen in the recipe."""
+    """Callback for pooled training: an epoch has as many examples as a round, and frozen entries stay frozen."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation

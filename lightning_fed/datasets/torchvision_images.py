@@ -46,7 +46,7 @@ class TorchvisionImages(FileDataModule):
 
     @abstractmethod
     def find_files(self, split: Split) -> list[Path]:
-        """Returns the paths of a split's files, or of the folder that contains the files."""
+        """Returns the paths of a split's image files, or the path of a folder with the files."""
 
     @abstractmethod
     def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:

@@ -88,7 +88,7 @@ def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) 
 
 
 def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
-    """Refuses several processes, except with strategy ``client_parallel``, or DDP for one client (``is_alone``)."""
+    """Refuses several processes, except with strategy ``client_parallel``, or with DDP if ``is_alone`` (one client)."""
     if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy if is_alone else ClientSharing):
         raise MisconfigurationException(
             "`Federation` trains the clients of a round one after another in one process, but the Trainer has "
@@ -146,7 +146,7 @@ def _check_shares(trainer: L.Trainer, *names: str) -> None:
 def validate_after_rounds(
     trainer: L.Trainer, visits: Sequence[PlannedVisit], known: dict[float, int], revert: Callable[..., object]
 ) -> None:
-    """Replaces ``val_check_interval`` by a number of rounds. ``known`` contains this number for known intervals."""
+    """Replaces ``val_check_interval`` by a number of rounds. ``known`` stores the result for each interval."""
     interval, every = getattr(trainer, "val_check_interval", None), trainer.check_val_every_n_epoch
     if interval is None:
         raise MisconfigurationException(

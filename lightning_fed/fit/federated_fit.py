@@ -58,7 +58,7 @@ class RemoteSide(ABC):
         return server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """Returns the round's clients, drawn by ``drawn()``. On a client's machine, returns this client."""
+        """On the server, draws the round's clients with ``drawn``. On a client's machine, returns this client."""
         return drawn()
 
     @abstractmethod

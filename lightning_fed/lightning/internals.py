@@ -137,7 +137,7 @@ def replace_handed_data(trainer: L.Trainer, datamodule: L.LightningDataModule) -
 
 
 def is_fitting(trainer: L.Trainer) -> bool:
-    """True if the Trainer is in ``fit``, including its validation: ``trainer.state.fn`` is the called method."""
+    """True during ``Trainer.fit``, including the validation inside ``fit``."""
     return trainer.state.fn == TrainerFn.FITTING
 
 

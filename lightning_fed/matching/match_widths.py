@@ -65,6 +65,8 @@ class WidthRatio(NamedTuple):
 def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
     """Finds layer widths with constant ratios, within layers and between consecutive layers of an ``nn.Sequential``.
 
+    In the example, the last layer's weight and bias have equal widths, and 36 inputs correspond to 4 channels.
+
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.Flatten(), nn.Linear(36, 2))
         >>> for ratio in find_width_ratios(net):

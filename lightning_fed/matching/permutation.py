@@ -278,7 +278,10 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits the columns of ``positions`` into blocks that list adjacent positions, or returns ``None``."""
+    """Splits columns so that each block, read row by row, lists consecutive numbers; ``None`` if impossible.
+
+    Returns for each block the first column, the first number, and the number of columns.
+    """
     count, copies = positions.shape
     runs, column = [], 0
     while column < copies:

@@ -36,8 +36,7 @@ _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 def elements(container: Any, mapping: type[Mapping[Any, Any]] = Mapping) -> Iterable[Any]:
     """Returns the values of a ``mapping``, or the elements of a list, tuple or set, or ``()`` for other objects.
 
-    With ``dict``, other mappings are not read: a lazy mapping would load all values, and a configuration with missing
-    values raises errors.
+    With the type ``dict`` for ``mapping``, other mappings are not read: a lazy mapping would load all values.
     """
     if isinstance(container, mapping):
         return container.values()
@@ -151,7 +150,7 @@ def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor
 
 
 def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
-    """Groups list indices. In every list, a group's tensors have one dtype and are adjacent in memory."""
+    """Groups list indices: the tensors in a group have equal dtypes and lie directly one after another in memory."""
     runs: list[list[int]] = []
     open_runs: dict[Any, tuple[list[int] | None, list[int]]] = {}  # runs and ends of storages, by next addresses
     for position, group in enumerate(zip(*lists, strict=True)):

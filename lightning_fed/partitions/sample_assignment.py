@@ -103,8 +103,8 @@ def draw_until_large(
 ) -> IndexArray:
     """Calls ``draw``, which draws random sample counts, until each client has at least ``min_size`` samples.
 
-    Counts have shape ``(clients,)`` or ``(clients, classes)``. ``min_size=None`` stands for the first reachable size
-    among 10, 5, 2 and 1.
+    Counts have shape ``(clients,)`` or ``(clients, classes)``. With ``min_size=None``, tries the sizes 10, 5, 2 and 1
+    one after another.
     """
     sizes = _SIZES if min_size is None else (min_size,)
     option = "" if min_size is None else "`min_size` * "

@@ -81,7 +81,7 @@ class ClientVisit:
         self._flow = self.run()
 
     def run(self) -> Flow:
-        """Runs the visit as a generator. Yields the request, one item per training step, and the update."""
+        """Runs the client's turn as a generator: yields a request to the server, training steps, and the update."""
         trainer, module, client = self._trainer, self._module, self.planned.visit.client
         try:
             # Request.

@@ -38,10 +38,7 @@ class Held(ABC):
 
     @abstractmethod
     def release(self) -> Sequence[Arrived]:
-        """Returns the stored updates for the next inner step, after the round.
-
-        Removes invalid updates and raises ``BadUpdates``. The caller may repeat the call if enough clients remain.
-        """
+        """Validates and returns the round's stored updates after the last visit."""
 
 
 class StepCapabilities:
@@ -125,7 +122,7 @@ class UpdateStep(StepCapabilities):
         return new
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Metrics of the last aggregated round, by logged name. ``norms`` maps clients to norms of their updates."""
+        """Values to log for the last aggregated round. ``norms`` maps each client to the update norm."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

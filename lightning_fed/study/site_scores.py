@@ -63,7 +63,7 @@ _ALL_STATES = StateRules(lists=("*",))
 
 
 class SiteScores(AskableCallback):
-    """Evaluates every site's model (without a federation, the module) on the site's single cases.
+    """Evaluates every site's model (without a federation, the module) on every single example.
 
     The evaluation runs in ``trainer.test`` or ``trainer.validate``, and sends no score.
 

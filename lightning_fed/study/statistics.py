@@ -103,7 +103,7 @@ def difference_of_sums(sums: ArrayLike) -> Estimate:
 
 
 def mean_by_group(scores: ArrayLike, groups: Sequence[Hashable]) -> Floats:
-    """Mean score by group, such as a patient's cases. ``groups`` names the group for each score in ``(..., n)``."""
+    """Mean score per group, such as a patient's cases. Scores have shape ``(..., n)``, ``groups`` has n names."""
     values = np.asarray(scores, np.float64)
     places: dict[Hashable, list[int]] = {}
     for place, group in enumerate(groups):

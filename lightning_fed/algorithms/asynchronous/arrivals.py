@@ -195,7 +195,7 @@ class RecordedOrder(Order):
 class NetworkOrder(Order):
     """Arrival order on a network: client updates arrive in real time.
 
-    A round without a new model does not restore the order's earlier state, because each update arrives only once.
+    A checkpoint contains no arrivals, and a failed round does not undo arrivals, because each update arrives only once.
     """
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ class NetworkOrder(Order):
     def start(
         self, schedule: Schedule, clients: Sequence[Client], busy: Collection[Client], version: int
     ) -> list[Client]:
-        """Starts visits with model ``version``, as many as may train at a time, of clients outside ``busy``."""
+        """Draws clients outside ``busy`` to train ``version``, until a full cohort trains. Returns the new clients."""
         free = schedule.cohort_size(len(clients)) - len(self.flying)
         drawn = _draw(clients, {*busy, *self.flying}, free, schedule.seed, self._started)
         self.flying |= dict.fromkeys(drawn, version)

@@ -41,7 +41,7 @@ def check_options(federation: Federation, local: LocalModel, module: L.Lightning
 
 
 def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
-    """Refuses optimizers that require constant tensor shapes in a fit, or with ``grows`` between two stages."""
+    """Refuses optimizers with initial state, and with ``grows`` (neurons are added within a pass) LBFGS."""
     if any(optimizer.state for optimizer in trainer.optimizers):
         raise MisconfigurationException(
             "Expected an optimizer without initial state for FedMA, unlike Adagrad, because layers change their widths:"

@@ -89,5 +89,5 @@ def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def read_assignment(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Reads each neuron's index among the global neurons from the extra tensors of a message or a client's memory."""
+    """Selects the index of each neuron among the global neurons from a message's or a client's named tensors."""
     return without_prefix(values, ASSIGNMENT)

@@ -149,7 +149,7 @@ class RankRunner(ClientRunner):
 
 
 class RankSide(RemoteServerSide):
-    """Stands for the server in one of several training processes. Files are written after all processes have read."""
+    """Represents the server in each DDP process. The first process writes files after all processes have read."""
 
     def start(self, fit: FederatedFit) -> None:
         strategy = fit.trainer.strategy
@@ -165,8 +165,7 @@ class _ReadHeldFile(HeldFile):
 
 
 class _ReadStore(FolderStore):
-    def put(self, client: Any, round: int, state: State) -> None:
-        """Does nothing, because only the first process writes client state."""
+    def put(self, client: Any, round: int, state: State) -> None: ...
 
 
 def answer_visit(arguments: tuple[Any, ...]) -> Any:

@@ -158,10 +158,10 @@ def _run_together(
     ready: str,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Starts one process per command. Each process starts after the previous one accepts connections.
+    """Starts one process per command, each after the previous process accepts connections. Then logs ``ready``.
 
-    ``listening`` contains the address for each command. Then logs the text ``ready``. If a process exits or a signal
-    arrives, ends all processes. An exit raises ``SystemExit`` with the process's status.
+    ``listening`` contains each process's address; ``None`` without an address. If one process exits, ends all processes
+    and raises ``SystemExit`` with the status. A ``SIGTERM`` or an interrupt also ends all processes.
     """
     environment = {**flower_environment(), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []

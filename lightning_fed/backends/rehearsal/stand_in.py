@@ -61,7 +61,7 @@ def train_stand_in(state: State, visit: Visit, stored: Mapping[str, Tensor]) -> 
 
 
 class RehearsedRunner(ClientRunner):
-    """Client side that spends virtual time in a visit. If ``trains`` is false, no model is trained."""
+    """Client program in a simulated deployment: visits take simulated time, and train only if ``trains`` is true."""
 
     def __init__(
         self,

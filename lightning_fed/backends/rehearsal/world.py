@@ -136,7 +136,7 @@ class Machine:
         return start
 
     def touch(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Runs a file operation on the simulated machine, unless the simulation lets the operation fail."""
+        """Executes a file operation on this simulated machine, or simulates a fault (a crash, or a full disk)."""
         if self.is_dead:
             raise Killed(self.name)
         is_reading = name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
@@ -260,7 +260,7 @@ class World:
 
     @contextmanager
     def run_on(self, machine: Machine | None) -> Iterator[None]:
-        """Context: code inside runs in the machine's process, with simulated faults. ``None`` means without faults."""
+        """Context in which code runs on a simulated machine and can fail; with ``None``, code cannot fail."""
         before = self.machine, self.offset
         self.machine, self.offset = machine, 0.0
         try:
@@ -295,7 +295,7 @@ class World:
 
     @contextmanager
     def replace_time(self, folder: Path) -> Iterator[None]:
-        """Context in which backends use the virtual clock, file operations may fail, and log lines become events."""
+        """Context in which server and client code uses the simulated clock, disks and log."""
         self.folder = f"{folder}/"
         with ExitStack() as stack:
             for name in _REPLACED:

@@ -38,10 +38,11 @@ def ask_sum(
     visits: Sequence[Visit],
     ask: Callable[[Sequence[Visit], list[Client]], Replies],
 ) -> Replies:
-    """Asks clients a question in a secure sum. Yields the reason for each missing client, then the sum of all answers.
+    """Sums the clients' answers to a question securely. Yields pairs: a missing client and reason, or finally the sum.
 
-    ``ask`` sends the question to the clients that shared secrets, and yields masked answers. ``members`` of the update
-    are the clients in the sum. ``server.report`` must be separate from the round's report.
+    ``ask`` sends the question to the clients of the secure sum, and yields masked answers. The sum is a
+    ``ClientUpdate``; ``members`` contains the summed clients. ``server.report`` must be separate from the round's
+    report.
     """
     step = next(step for step in server.chain.steps if isinstance(step, SecureSum))
     server.report.round, server.report.failed = _ROUND, {}

@@ -12,10 +12,10 @@ from lightning_fed.messages import Client, State, plain_keys
 
 
 class RemoteClientStore(ClientStore):
-    """For each client, the round of the last valid update. The client's next visit resumes from this round.
+    """Stores for each client the round of the last valid update. The client's state itself is on the client.
 
-    A visit has no effect if the server does not use the update (answer lost, late or invalid, or server killed). The
-    next train request then names the previous state.
+    A train request names this round, and the client restores the state from this round. A visit therefore has no effect
+    if the server did not use the update (answer lost, late or invalid, or server killed).
     """
 
     def __init__(self) -> None:

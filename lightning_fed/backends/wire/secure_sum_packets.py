@@ -96,7 +96,7 @@ def read_sum_request(packet: Packet) -> SumRequest:
 
 
 def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
-    """Creates a packet with a client's answer to a secure-sum request. ``rows`` contains one byte string per peer."""
+    """Creates a packet with a client's answer to a secure-sum request. ``rows``: one byte string per other client."""
     header = {"client": request.client, "stage": request.stage}
     return write_packet("sum", header, rows={"rows": _to_tensor(rows, REPLY_BYTES[request.stage])})
 

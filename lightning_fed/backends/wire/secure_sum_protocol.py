@@ -99,7 +99,7 @@ class Share:
 
 
 def make_secrets() -> Secrets:
-    """Draws secrets from the operating system's random generator."""
+    """Draws a client's secrets for one secure sum from the operating system's random generator."""
     sealing = X25519PrivateKey.generate().private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
     return Secrets(sealing, os.urandom(SECRET), os.urandom(SECRET))
 
@@ -164,7 +164,7 @@ def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, co
 
 
 def add_masks(vector: Vector, secrets: Secrets, others: Iterable[bytes], context: bytes) -> None:
-    """Masks a client's vector in place. ``others`` are the published rows of clients whose shares were opened."""
+    """Masks a client's vector in place. ``others``: the public keys of the other clients in the secure sum."""
     vector += _numbers(_derive(secrets.seed, b"own", context), vector)
     _add_pairs(vector, secrets.pairing, secrets.public, others, context)
 

@@ -30,7 +30,7 @@ _BY_EXAMPLE = ("sum",)  # reductions whose result grows with the number of examp
 
 
 def check_numbers(report: EvaluationReport, announced: int | None) -> None:
-    """Raises `BadUpdate` for impossible counts. ``announced``: number of examples in the client's first report."""
+    """Raises `BadUpdate` for impossible counts. ``announced``: the client's example count in the first evaluation."""
     fault = find_bad_count(report.num_samples)
     if fault is not None:
         raise BadUpdate(fault)

@@ -227,7 +227,7 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
-    """Context that collects each updated metric in ``updated``. A metric that was reset before is not collected."""
+    """Context that appends to ``updated`` each metric that is updated, unless the metric was reset first."""
     fresh: list[Metric] = []
     unused = [metric for metric in metrics if holds_states(metric) and not metric.update_called]
 
