@@ -78,7 +78,7 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """Numbers that a client reports for each channel. ``octaves`` are base-2 exponents of numbers with limits."""
+    """Numbers reported by one client, by channel and entry. ``octaves`` are base-2 exponents of numbers with limits."""
 
     num_samples: int
     numbers: dict[str, dict[str, float]]

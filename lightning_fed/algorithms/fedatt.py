@@ -107,7 +107,7 @@ def _is_layer(name: str, value: Tensor) -> bool:
 
 
 class SoftmaxMean:
-    """Running mean over states. Each state has a score for each entry, and the weights are a softmax of the scores.
+    """Running weighted mean over states, entry by entry. Weights are the softmax of one score per state and entry.
 
     The float64 sums are scaled by the largest score so far, and rescaled if a larger score is added. Two means can be
     merged.

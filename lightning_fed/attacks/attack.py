@@ -38,7 +38,7 @@ class Attack:
 
     @property
     def needs_population(self) -> str:
-        """Text for an error message if the attack needs the list of all clients; empty in all other cases."""
+        """Reason why the attack needs the list of all clients, for an error message; empty if the attack does not."""
         is_drawn = isinstance(self.clients, int)
         return (
             "the attack draws the malicious clients from all clients: name the malicious clients instead"

@@ -62,7 +62,7 @@ class BatchLoop:
         self._connector = trainer._logger_connector  # noqa: SLF001
 
     def train_rest(self, loader: RoundLoader, end_batch: Callable[[Any, Any, int], None]) -> None:
-        """Trains the round's remaining batches, up to a batch after which Lightning validates or ends the fit.
+        """Trains the round's remaining batches without Lightning's loop, until Lightning would validate or end the fit.
 
         After each batch, ``end_batch`` is called with the results of :meth:`train`.
         """
@@ -82,7 +82,7 @@ class BatchLoop:
         return is_last or trainer.should_stop or trainer.received_sigterm
 
     def prepare(self) -> None:
-        """Finds the hooks that module and callbacks implement. Called before the second batch of a round."""
+        """Finds the hooks that module and callbacks implement, so that the loop calls only these hooks."""
         trainer, module, plugin = self._trainer, self._module, self._trainer.precision_plugin
         self._callbacks = {
             hook: [callback for callback in callbacks_of(trainer) if implements(callback, hook, L.Callback)]

@@ -69,10 +69,10 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Batch tensors, class losses and layer outputs from which a tensor in a training step was computed.
+    """Describes how a tensor in a training step was computed, to find losses between class scores and labels.
 
-    ``leaves`` are indices of batch tensors, and ``losses`` are indices of class losses. If the sum over the tensor is a
-    class loss, ``product`` is the index of this loss.
+    ``leaves`` are the indices of the batch tensors used in the computation, and ``losses`` the indices of the losses.
+    If the sum over the tensor's elements is itself a loss, ``product`` is the index of this loss.
     """
 
     leaves: frozenset[int] = frozenset()

@@ -179,7 +179,7 @@ class CommunicationReport(FederatedCallback):
         return [row for traffic in self._visits.values() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
-        """Mean traffic by part (model parts, requests, extras), then the total; empty before the first visit."""
+        """Mean traffic by submodule, for row requests and for extra tensors, then the total; empty without visits."""
         if not self._visits:
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])
@@ -261,7 +261,7 @@ class CommunicationReport(FederatedCallback):
 
 
 def top_level_parts(names: Sequence[str]) -> list[str]:
-    """Finds the shortest prefixes with different values for the entry names, such as ``head`` and ``body``."""
+    """Returns the names of the first submodules with siblings, such as ``head`` and ``body``, from entry names."""
     paths = [name.split(".") for name in names]
     depth = 1
     while len({tuple(path[:depth]) for path in paths}) == 1 and all(len(path) > depth for path in paths):

@@ -261,7 +261,7 @@ class Federation(TrainerCallback):
 
     @property
     def current_visits(self) -> Sequence[PlannedVisit]:
-        """Current visits (several if clients train simultaneously); empty while a client trains a second model."""
+        """Visits in training: several if clients train simultaneously, none while a client trains a personal model."""
         if self._loop.open_round is None or (self.open_visit is not None and self.open_visit.trains_second_model):
             return ()
         return self._loop.open_round.driver.group
@@ -530,7 +530,7 @@ class Federation(TrainerCallback):
         self._loop.detach()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Removes batch counts of an incomplete round from the checkpoint, because a resumed fit repeats the round."""
+        """Resets the checkpoint's batch counts, because a resumed fit repeats an incomplete round from the start."""
         self._loop.correct_checkpoint(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:

@@ -65,9 +65,9 @@ class TrainingTrace(NamedTuple):
 class ClassTask:
     """Classes that a module learns: classifier layer, number of classes, ignored label and position of labels.
 
-    ``target`` is a function from a batch to labels, or ``None`` if ``training_step`` computes other labels from the
-    batch. The function refuses batches whose structure differs from the traced batch. ``is_multilabel`` is true if an
-    example has a label for each class.
+    ``target`` is a function from a batch to labels, or ``None`` if ``training_step`` changes the labels. The function
+    refuses batches whose structure differs from the traced batch. ``is_multilabel`` is true if an example has a label
+    for each class.
     """
 
     layer: str
@@ -198,7 +198,7 @@ def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTra
 
 
 class _Unproven(Exception):
-    """Raised if a trial training step does not show the classes learned by the module. The text is the reason."""
+    """Raised if a trial training step does not prove the classes of the module's classifier. The text is the reason."""
 
 
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:

@@ -110,7 +110,7 @@ class CarriedAttributes:
         self._read_metrics: set[str] = set()
 
     def start_round(self) -> None:
-        """Reads the values of all attributes before the first visit of a round."""
+        """Stores fingerprints of all attributes of module, callbacks and optimizers before a round's first visit."""
         if self._is_reset:
             self._optimizers = [optimizer for optimizer in self._find_optimizers() if not optimizer.state]
         self._before = self._fingerprints()
@@ -125,7 +125,7 @@ class CarriedAttributes:
         self._watch()
 
     def start_visit(self) -> None:
-        """Starts a visit, and clears the state of optimizers stored in attributes of the module."""
+        """Starts a client's training, and clears the states of optimizers that the module stores in attributes."""
         self._clear_optimizers()
         self._num_visits += 1
         self._is_seen.clear()

@@ -147,7 +147,7 @@ class LocalOptimizers:
         ]
 
     def capture(self, buffers: bool = True) -> dict[str, Any]:
-        """Copies hyper-parameters, scheduler states and loss scale; with ``buffers`` also the optimizers' buffers."""
+        """Copies hyperparameters, scheduler states and loss scale; with ``buffers``, also the optimizer states."""
         state: dict[str, Any] = {
             "groups": [_hyperparameters(optimizer) for optimizer in self.optimizers],
             "schedulers": [copy_tree(scheduler.state_dict()) for scheduler in self.step_schedulers],

@@ -56,10 +56,10 @@ class MethodChoice:
         return choice
 
     def federation(self, recipe: Federation) -> Federation:
-        """Returns the recipe's federation with this method, or for ``"central"`` the unchanged federation.
+        """Copies a federation with this method instead of the original method; for ``"central"`` returns the original.
 
         With ``"local"``, all trained entries stay on the clients, as in separate fits. If the method has an option
-        ``seed`` or ``local_epochs`` (FedRep), the default is the recipe's value.
+        ``seed`` or ``local_epochs`` (FedRep), the default is the original federation's value.
         """
         if self.name == CENTRAL:
             return recipe

@@ -210,7 +210,7 @@ def _run(
 
 
 def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str], str]:
-    """Checks a plan. Returns the runs, the metric, the mode (max or min) and the BatchNorm decision for all runs."""
+    """Checks a plan. Returns the runs, the metric with mode (max or min), and a preset for ``batch_norm="auto"``."""
     with quiet():
         cli = plan.build(plan.seeds[0])
         trainer: Any = cli.trainer

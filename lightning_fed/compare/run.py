@@ -120,8 +120,7 @@ def train(
     """Trains a run, and returns the results as JSON-compatible values; ``None`` if the deadline ended the run.
 
     An interrupted run resumes after the last round, from ``last.ckpt`` in ``folder``. ``on_round`` receives the round's
-    number (from 1), the number of rounds, and the values. ``decision`` is the choice of an earlier run for
-    ``batch_norm="auto"``.
+    number (from 1), the number of rounds, and the values. ``decision`` replaces the choice by ``batch_norm="auto"``.
     """
     trainer = _make_trainer(cli, run)
     federation = federation_of(trainer)

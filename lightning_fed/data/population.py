@@ -146,8 +146,9 @@ class Population(ABC):
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
         """Yields one pass over a client's data, in an order drawn for the visit. Raises exceptions from the data.
 
-        An isolated pass includes examples that ``drop_last`` drops in training, unless the client's data are a loader.
-        If the data have no known length and ``local_steps`` is set, the pass has as many batches as a visit.
+        With ``isolated`` (a pass without training), the pass includes examples that ``drop_last`` drops in training,
+        unless the client's data are a loader. If the data have no known length and ``local_steps`` is set, the pass has
+        as many batches as a visit.
         """
         self.round = visit.round
         seed = derive_seed(visit.seed, 1)
@@ -164,7 +165,7 @@ class Population(ABC):
                 yield item.batch
 
     def batches_to_overfit(self, per_epoch: int | None) -> int | None:
-        """Limits the number of batches in a pass (``per_epoch``) to the Trainer's option ``overfit_batches``."""
+        """Returns the number of batches in a pass: ``per_epoch``, or less with the option ``overfit_batches``."""
         if not self.overfit_batches:
             return per_epoch
         if isinstance(self.overfit_batches, int):

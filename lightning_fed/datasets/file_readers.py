@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str) -> Path:
-    """Returns the file ``data_dir``, or the first existing candidate in this folder. The error has ``instructions``."""
+    """Returns the file ``data_dir``, or the first candidate in this folder. ``instructions`` are for the error."""
     root = Path(data_dir)
     if root.is_file() and root.name in {Path(candidate).name for candidate in candidates}:
         return root

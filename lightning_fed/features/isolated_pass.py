@@ -180,7 +180,7 @@ def loss_in(output: Any) -> Any:
 
 
 def forward_step(module: L.LightningModule) -> str | None:
-    """Name of a module's method for a pass without optimizer step, such as ``training_step``; ``None`` without one."""
+    """Chooses the method for a pass without optimizer step, such as ``training_step``; ``None`` if none is usable."""
     if module.automatic_optimization:
         return "training_step"
     return "validation_step" if is_overridden("validation_step", module) else None

@@ -60,7 +60,7 @@ _NO_DATA = (
 def find_loader_owner(
     trainer: L.Trainer, module: L.LightningModule, reason: str = _NO_DATA
 ) -> L.LightningDataModule | L.LightningModule:
-    """Returns the datamodule or module that implements ``train_dataloader``. Without one, raises ``reason``."""
+    """Returns the datamodule or module with a hook ``train_dataloader``. Without the hook, raises ``reason``."""
     for owner in (datamodule_of(trainer), module):
         if owner is not None and is_overridden("train_dataloader", owner):
             return owner
@@ -172,7 +172,7 @@ def validate_after_rounds(
 
 
 def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) -> None:
-    """Refuses Trainer settings and callbacks unsupported in a federated fit (or in a plain fit, if ``is_plain``)."""
+    """Refuses Trainer settings and callbacks unsupported in a federated fit. ``is_plain``: with a single client."""
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
         raise MisconfigurationException(
             "`training_step(self, dataloader_iter)` fetches batches itself, but a client's visit must begin before "

@@ -342,7 +342,10 @@ def _numbers(name: str, value: float | Tensor, like: Tensor, shape: tuple[int, .
 
 
 def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Initial variances, shape ``(D,)``: half the variance of a block's values, or infinite if all values are equal."""
+    """Returns initial variances of client and global neurons, shape ``(D,)``: half the values' variance.
+
+    Columns in a block (with a size in ``sizes``) share a variance. For equal values, the client variance is infinite.
+    """
     count = sum(len(client_neurons) for client_neurons in neurons)
     mean, squares = (to_float64(torch.zeros_like(neurons[0][0])) for _ in range(2))
     for client_neurons in neurons:

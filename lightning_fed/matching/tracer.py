@@ -175,7 +175,7 @@ class Tracer:
         return TracedActivation(ids, activation.shape)
 
     def read(self, view: ParameterView, dim: int, ids: Tensor) -> None:
-        """Records a product between a parameter's axis and the neurons ``ids``. Constant positions stay in place."""
+        """Unites a parameter's input axis with the input neurons ``ids``: a product sums over pairs of both."""
         axis_ids = self.axis(view, dim, "in")
         self.union_find.unite(axis_ids, torch.where(ids == NEUTRAL, PINNED, ids))
 

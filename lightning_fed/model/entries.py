@@ -497,7 +497,7 @@ def thaw_batch_norm(module: nn.Module) -> None:
 
 
 def find_measurement(module: nn.Module) -> ModuleType | None:
-    """Imports ``batch_norm.measurement`` if a BatchNorm layer has running statistics, or returns ``None``."""
+    """Returns the imported ``batch_norm.measurement`` if a BatchNorm layer has running statistics, or ``None``."""
     return load_feature("lightning_fed.batch_norm.measurement") if batch_norm_layers(module) else None
 
 

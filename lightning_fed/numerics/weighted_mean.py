@@ -77,7 +77,6 @@ class WeightedMean:
 
     @torch.no_grad()
     def merge(self, other: WeightedMean) -> None:
-        """Adds all states from ``other``, the mean of another process."""
         for name, value in other._sums.items():
             if name in self._sums:
                 self._sums[name].add_(value.to(self._sums[name].device))

@@ -62,9 +62,9 @@ class SamplerStream:
             )
 
     def part(self, client: Client, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a client's part of a pass: example indices within the client's data, and each example's batch index.
+        """Returns a client's part of a sampler pass: indices into the client's data, and each example's batch index.
 
-        The pass has index `number` in the round, and index `epoch` in the fit (for samplers with ``set_epoch``).
+        ``number`` is the index of the pass in the round; ``epoch``, the index in the fit, is for ``set_epoch``.
         """
         key = round, number, epoch
         if key not in self._passes:

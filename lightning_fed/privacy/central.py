@@ -189,7 +189,7 @@ class CentralDP(UpdateStep):
 
     @property
     def step_noise(self) -> float:
-        r"""Noise multiplier :math:`z_\Delta` for the sum of updates; with ``adaptive`` above ``noise_multiplier``."""
+        r"""Noise multiplier for the sum of updates. Above the option's value if ``adaptive``, for the same epsilon."""
         assert self.budget is not None
         z = self.budget.noise_multiplier
         if not self.adaptive:
@@ -363,7 +363,7 @@ class PrivateSum(Held):
         self.members += other.members
 
     def release(self) -> Sequence[Arrived]:
-        """Returns one update with the round's noised mean, even if no client sent an update."""
+        """Returns a single update with the noised mean over the round's clients, also without any client."""
         state = self._step.release(self.total, self.short_count)
         return [(ClientUpdate("sum", 1, state, members=self.members), self._step.state)]
 

@@ -44,7 +44,6 @@ class NormalStream:
         self._used = 2 * pairs
 
     def draw(self, shape: torch.Size) -> Tensor:
-        """Returns the next numbers of the stream, on the CPU."""
         drawn = torch.empty(shape.numel(), dtype=self._dtype)
         start = 0
         while start < len(drawn):

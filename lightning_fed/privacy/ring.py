@@ -68,11 +68,11 @@ class Ring:
 
     @property
     def scale(self) -> float:
-        """Integer that represents the value 1.0: the number of steps per unit."""
+        """Factor from a value to the encoded integer, before rounding."""
         return ((_SIZE // 2 - 1) / self.clients - 1) / (self.max_weight * self.clip)
 
     def extras(self) -> State:
-        """Number of clients and scale, as additional tensors for the clients. All clients then encode equally."""
+        """Maximum number of clients and scale, sent to the clients so that all clients encode with equal values."""
         return {
             CLIENTS: torch.tensor(self.clients, dtype=torch.int32),
             SCALE: torch.tensor(self.scale, dtype=torch.float64),

@@ -1,4 +1,4 @@
-"""Keeps the root logger without handlers from libraries for privacy accounts."""
+"""Prevents libraries for privacy accounting from adding handlers to the root logger."""
 
 from __future__ import annotations
 

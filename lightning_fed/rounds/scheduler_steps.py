@@ -32,7 +32,7 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
 
 
 def check_estimate(fit: FederatedFit) -> None:
-    """Warns if a module created a per-step scheduler from a wrong ``trainer.estimated_stepping_batches``."""
+    """Warns if the steps of a per-step scheduler differ from ``trainer.estimated_stepping_batches``."""
     trainer = fit.trainer
     is_manual = not fit.module.automatic_optimization
     if not any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):

@@ -36,7 +36,7 @@ class Ask(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Event in a visit: a training step on one batch. The reply is ``True`` if the step returned a loss."""
+    """Request for a training step, yielded in a client's turn. The reply is ``True`` if the step returned a loss."""
 
 
 class Answer(NamedTuple):

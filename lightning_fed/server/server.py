@@ -196,7 +196,7 @@ class ServerInterface(ABC):
         """Aggregates the round. Returns the new shared entries, or ``None`` without a valid aggregate."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
-        """Starts a round in aggregation rule and update steps. Called again to merge other processes' updates."""
+        """Starts the round in rule and update steps; with several processes, again before sums are merged."""
 
     def end_visits(self) -> None:  # noqa: B027 - optional
         """Marks clients without a received update as failed."""

@@ -237,7 +237,7 @@ class Chain:
 
 
 def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
-    """Returns the aggregation weight of a client with ``num_samples`` examples, after all weight steps."""
+    """Returns the weight in the aggregation for ``num_samples`` examples, after all steps that change weights."""
     for step in reversed(steps):
         num_samples = step.weight(num_samples) if isinstance(step, WeightStep) else num_samples
     return num_samples

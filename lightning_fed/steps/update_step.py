@@ -46,10 +46,10 @@ class StepCapabilities:
 
     Attributes:
         reveals: Information visible to the server after this step: single updates (``"update"``), only the sum
-            (``"sum"``), or a model without information on single clients (``"model"``). Log values are limited
-            accordingly.
+            (``"sum"``), or a model without information on single clients (``"model"``). The log omits all other
+            information.
         refuses: Capabilities of rules (:class:`~lightning_fed.rule.RuleCapabilities`) that the step does not support,
-            because the step subtracts a single global model.
+            such as several global models.
     """
 
     reveals: Literal["update", "sum", "model"] = "update"

@@ -83,7 +83,7 @@ class SiteGain:
 def gather_study(
     results: Sequence[Mapping[str, Any]], models: Sequence[str], min_support: int, megabytes: Mapping[str, float]
 ) -> Study:
-    """Creates a study from the results of a comparison. ``megabytes`` maps models to the sent megabytes."""
+    """Creates a study from finished runs of a comparison, one per model and seed. ``megabytes``: traffic by model."""
     check_count("min_support", min_support, lowest=2)
     runs: dict[str, dict[str, dict[int, Any]]] = {}
     for site in results[0]["sites"]["scores"]:

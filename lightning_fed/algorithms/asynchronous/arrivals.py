@@ -57,7 +57,7 @@ class Durations:
             check_nonnegative(name, value)
 
     def seconds(self, seed: int, client: Client, version: int, batches: int) -> float:
-        """Seconds from a visit's start to the update's arrival; ``version`` is the version of the start model."""
+        """Duration in seconds, from sending global model ``version`` to the client until the update arrives."""
         key = client_key(client)
         speed = np.random.default_rng([seed, _CLIENT, key]).standard_normal()
         chance = np.random.default_rng([seed, _VISIT, key, version]).standard_normal()

@@ -83,7 +83,7 @@ class AsynchronousRule(AveragingAggregator):
         """Model to subtract from a client's trained model, if the client started from the model ``start``."""
 
     def factor(self, staleness: int) -> float:
-        """Factor for a client's change of the model, at least 0. ``staleness``: rounds since the start model."""
+        """Weight of a client's update in the mean, at least 0. ``staleness``: number of newer global models."""
         if isinstance(self.staleness, float):
             return float((1 + staleness) ** -self.staleness)
         slope, limit = self.staleness

@@ -62,8 +62,8 @@ class Processes:
     def run(self, order: Any, judge: Callable[[Sequence[str]], None]) -> Any:
         """Sends a task to all processes, and returns the first process's answer.
 
-        ``judge`` checks the entry names of the update; the first process requests this check. If a process fails or
-        ends, all processes are ended, and ``ClientFault`` is raised.
+        ``judge`` checks the entry names of the update, and raises an error if the site may not send an entry. If a
+        process fails or ends, all processes are ended, and ``ClientFault`` is raised.
         """
         if not self._running:
             self._start()

@@ -32,7 +32,7 @@ _COUNT = "memory:visits"
 
 
 class StandIn(L.LightningModule):
-    """Model with eight parameters. If no model is trained, ``StandIn`` replaces the recipe's model."""
+    """Model with eight parameters, for simulated deployments without training of the real model."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ class Line:
 
 
 def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Iterator[Line]:
-    """Reads and verifies the lines after the line with the digest ``head`` and this number.
+    """Reads and verifies the lines after line ``number``, which has the digest ``head``; by default all lines.
 
     Crashes can leave truncated lines in the file. The next complete line then contains the digest of the truncated
     lines as ``"torn"``.

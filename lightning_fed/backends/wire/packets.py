@@ -77,8 +77,9 @@ class TrainRequest:
 
     Args:
         run: Name of the fit. Client state from other fits is ignored.
-        visit: The visit. needed: First round whose client states the server may need. From earlier rounds, the server
-            needs only the newest.
+        visit: The local training to execute.
+        kept: Round of the client state to start from; -1 for a client without state.
+        needed: First round whose client states the server may need. From earlier rounds, only the newest is needed.
         seed: Seed of the federation, for the construction of the model.
         frozen: Hash of the entries that are never sent. Server and client must have equal values.
         hyperparameters: Optimizer options for the round, and initial states of per-step schedulers and loss scale.
@@ -153,7 +154,7 @@ def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Pack
 
 
 def read_packet(packet: Packet, *kinds: str, client: Client | None = None) -> tuple[dict[str, Any], dict[str, State]]:
-    """Reads a packet's header and tensors. If several kinds are allowed, the header contains ``"kind"``."""
+    """Reads a packet's header and tensors. ``kinds``: allowed kinds; with several, the header contains ``"kind"``."""
     try:
         content = json.loads(packet.text)
         version, kind, header, table = (content[name] for name in ("version", "kind", "header", "tensors"))
@@ -344,7 +345,7 @@ def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") ->
 
 
 def find_bad_size(packet: Packet, model: State) -> str | None:
-    """Describes why an unread reply is too large for the model ``model``, or returns ``None``."""
+    """Describes by how much an answer exceeds the limits for the given model; ``None`` if within the limits."""
     size = sum(value.numel() * value.element_size() for value in model.values())
     longest, largest = _TEXT[0] + _TEXT[1] * len(model), _DATA[0] + _DATA[1] * size
     if len(packet.text) > longest or len(packet.data) > largest:

@@ -33,8 +33,7 @@ class RemoteClientStore(ClientStore):
     def get(self, client: Client) -> State | None:
         return None
 
-    def put(self, client: Client, round: int, state: State) -> None:
-        """Does nothing, because the state is on the client."""
+    def put(self, client: Client, round: int, state: State) -> None: ...
 
     def commit(self, round: int, clients: Collection[Client]) -> None:
         if round == self._round:

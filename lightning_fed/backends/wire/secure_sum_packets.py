@@ -102,7 +102,7 @@ def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
 
 
 def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | Fault:
-    """Reads the byte strings or the fault in a client's answer. An answer that is too large raises ``PacketError``."""
+    """Returns the byte strings in a client's answer, or the client's ``Fault``. Refuses other and too large answers."""
     count, size = (1 if request.stage == "keys" else len(request.peers)), REPLY_BYTES[request.stage]
     if len(packet.data) > count * size or len(packet.text) > _TEXT[0] + _TEXT[1] * count:
         raise PacketError(

@@ -75,7 +75,7 @@ class Transport(ABC):
         """Waits until ``expected`` clients are connected. Returns names, or raises ``TimeoutError``."""
 
     def discover(self) -> None:  # noqa: B027 - optional
-        """Updates the list of connected clients, for networks without such a list. Returns immediately."""
+        """Updates the list of connected clients, on a network that does not report connections. Returns immediately."""
 
     @abstractmethod
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
@@ -107,9 +107,10 @@ class Transport(ABC):
     ) -> Iterator[tuple[Client, Answer]]:
         """Sends packets to clients, and yields the answers in the order of the packets.
 
-        ``packets`` are consumed one at a time. ``again`` creates the packet again for a restarted client. An answer
-        that arrives early stays in the network: only one answer is in memory, and updates are summed in the same order
-        in every run. If ``min_clients`` is set, answers are fetched immediately and stored in temporary files.
+        ``packets`` are consumed one at a time. If a client restarts, ``again`` creates the client's packet once more.
+        An answer that arrives early stays in the network: only one answer is in memory, and updates are summed in the
+        same order in every run. If ``min_clients`` is set, answers are fetched immediately and stored in temporary
+        files.
         """
         self.discover()
         self._count_late()

@@ -24,7 +24,7 @@ _CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10|min|pooled)")
 
 @dataclass
 class ClientResults:
-    """Evaluation values with variances by name and client, direction (higher is better), and example counts."""
+    """Clients' evaluation values and their variances (by name, then client), directions, and example counts."""
 
     values: dict[str, dict[Client, float]] = field(default_factory=dict)
     variances: dict[str, dict[Client, float]] = field(default_factory=dict)
