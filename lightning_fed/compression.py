@@ -72,7 +72,7 @@ class Compression(UpdateStep, ABC):
 
     @abstractmethod
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Encodes one entry's update (``step``). Returns the code, and extra values such as a scale or positions."""
+        """Encodes one entry's update, ``step``. Returns the code, and extra values such as a scale or positions."""
 
     @abstractmethod
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
@@ -357,7 +357,7 @@ class Downlink(UpdateStep):
 
 
 class HeldModels(FederatedCallback):
-    """Callback for :class:`Downlink`. Records the model version on each client after an accepted update."""
+    """Callback with which :class:`Downlink` (compressed broadcasts) records the clients' model versions."""
 
     supports_vectorize = True
     keeps_privacy = True

@@ -108,9 +108,10 @@ class FederatedCallback(TrainerCallback):
         """Client side, after the module has loaded the broadcast, before the first batch of the visit."""
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Client side, before a training step: returns the batch for the step. Lightning's hooks receive ``batch``.
+        """Client side, before a training step: returns the batch for ``training_step``.
 
-        Raising :class:`ClientFault`, for example because of invalid data, excludes the client.
+        Lightning's hooks receive the unchanged ``batch``. Raising :class:`ClientFault`, for example because of invalid
+        data, excludes the client.
         """
         return batch
 

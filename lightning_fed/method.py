@@ -145,7 +145,7 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
     """Builds a federated method from a name and options, or from a rule. A method object is returned unchanged.
 
     The name may include options (``"fedss:num_negatives=40"``). ``options`` are arguments of the method or of a
-    callback.
+    callback. A rule is an :class:`Aggregator`.
 
     Raises:
         ValueError: If the name or an option is unknown, or an option without a default is missing.

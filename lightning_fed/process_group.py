@@ -76,7 +76,7 @@ SINGLE_PROCESS = ProcessGroup()
 
 
 class RoundSynchronisation(ABC):
-    """Synchronises processes with different clients of a round.
+    """Synchronises processes with different clients in a round.
 
     Attributes:
         visit_costs: Durations of earlier visits (:class:`~lightning_fed.data.round_plan.VisitCosts`), to balance work.
@@ -128,11 +128,11 @@ class ClientSharing(ABC):
 
     @abstractmethod
     def synchronise(self, fit: Any) -> RoundSynchronisation:
-        """Creates the synchronisation for a ``FederatedFit``. Refuses fits without support for several processes."""
+        """Creates the object for synchronisation in rounds. Refuses fits that need a single process."""
 
 
 def process_group_of(trainer: L.Trainer) -> ProcessGroup:
-    """Returns the processes for training the federation's clients."""
+    """Returns the processes for training a federation's clients; by default a single process."""
     strategy = trainer.strategy
     return strategy.process_group if isinstance(strategy, ClientSharing) else SINGLE_PROCESS
 

@@ -56,7 +56,7 @@ class Channel:
     bounds: Literal["none", "above", "work"] = "none"
 
     def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
-        """Returns a client's values for the channel ``title`` by entry name. Raises ``BadUpdate`` for bad values."""
+        """Reads the values that a client sent as ``title``, by entry name. Raises ``BadUpdate`` for invalid values."""
         alone = {"": update.extras[title]} if title in update.extras else {}
         sent = alone if self.form == "number" else without_prefix(update.extras, f"{title}:")
         if not sent:
@@ -110,11 +110,11 @@ class Part:
 
 @dataclass
 class ChannelVisit:
-    """One client's visit, with the tensors for all channels of a rule.
+    """One client's visit, with the tensors of all channels (tensors exchanged in addition to the model).
 
-    ``parameters`` are the parameters shared with the server, and ``start`` contains the received entries. ``down``
-    (received from the server), ``memory`` (kept on the client) and ``up`` (sent to the server) contain tensors by
-    channel name and entry name. At the end of the visit ``records`` contains the last result of
+    ``parameters`` are the parameters shared with the server, and ``start`` contains the received model entries.
+    ``down`` (received from the server), ``memory`` (kept on the client) and ``up`` (sent to the server) contain tensors
+    by channel name and entry name. At the end of the visit ``records`` contains the last result of
     :meth:`ChannelRule.follow_step` for each entry name. If several visits train together on stacked tensors, ``row`` is
     this visit's index in the stack. ``steps`` is the visit's number of optimizer steps.
     """
@@ -178,11 +178,11 @@ class ChannelRule(AveragingAggregator):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Updates a parameter's record, such as a gradient sum, in each optimizer step, before the correction.
+        """Observes a parameter's gradient in an optimizer step, before the correction. Returns a record, such as a sum.
 
-        ``record`` is the result of the previous step, or ``None`` in the first step. The gradient includes the loss
-        scale ``scale``. ``group`` is the optimizer's parameter group, and ``state`` the optimizer's state for the
-        parameter.
+        ``record`` is the return value from the visit's previous step; ``None`` in the first step. The gradient includes
+        the loss scale ``scale``. ``group`` is the optimizer's parameter group, and ``state`` the parameter's optimizer
+        state.
         """
         return record
 
@@ -224,7 +224,7 @@ class ChannelRule(AveragingAggregator):
         self.parts[key] = part
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds an update and its channel values to ``part``. If ``BadUpdate`` is raised, the sums must not change."""
+        """Adds an update and the tensors for its channels to ``part``. An invalid update must not change ``part``."""
         self.add_to(part.running, update, self.weight(update))
         for title, values in up.items():
             if title in self.channels and self.channels[title].form == "entry":
@@ -241,7 +241,7 @@ class ChannelRule(AveragingAggregator):
             self.parts.setdefault(key, Part()).merge(part)
 
     def join(self) -> Part:
-        """Merges all sums of the round. Raises ``BadUpdates`` if a client's number is outside a channel's limits."""
+        """Merges the sums of the round. Raises ``BadUpdates`` if a client's number is above or below the limits."""
         self._exclude()
         if len(self.parts) == 1:
             (joined,) = self.parts.values()
@@ -257,7 +257,7 @@ class ChannelRule(AveragingAggregator):
         return self.finish(super().aggregate(), part)
 
     def finish(self, state: State, part: Part) -> State:
-        """Returns the new global model. ``state``, the mean of the client models, may be changed in place."""
+        """Returns the new global model, by default ``state``, the mean of the client models. May change ``state``."""
         return state
 
     def share(self, part: Part) -> float:
@@ -306,7 +306,7 @@ def _octave(value: float) -> int:
 
 
 class ChannelCallback(FederatedCallback):
-    """Callback that calls a :class:`ChannelRule` on the clients, and adds the channels' tensors to the messages."""
+    """Callback that runs a :class:`ChannelRule` on clients, and adds the rule's additional tensors to messages."""
 
     supports_vectorize = True
 

@@ -183,8 +183,8 @@ class FedALA(Method):
     """Adaptive local aggregation: clients mix the last layers of the global model and their last model.
 
     The weights are learned elementwise before each visit (:class:`~lightning_fed.callbacks.AdaptiveAggregation`).
-    ``aggregator`` determines the messages. Evaluation uses each client's last model. Reference: Zhang et al., AAAI
-    2023.
+    Messages and averaging are as in ``aggregator``. Evaluation uses each client's last model. Reference: Zhang et al.,
+    AAAI 2023.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, and a weight for each element in the mixed layers.

@@ -120,7 +120,7 @@ class SoftmaxMean:
 
     @torch.no_grad()
     def add(self, state: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> None:
-        """Adds a state's floating-point entries to the mean. ``scores`` maps entry names to tensors of shape ``()``."""
+        """Adds a state's floating-point entries, weighted by the exponential of each entry's score, shape ``()``."""
         for name, value in state.items():
             values = to_float64(value.detach(), copy=True)
             peak = to_float64(scores[name]).to(values.device)

@@ -20,7 +20,7 @@ class UpdateAttack(AttackStep, ABC):
 
     @abstractmethod
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns one entry's false values, from the trained and broadcast values. ``generator`` (CPU) draws noise."""
+        """Returns one entry's malicious values. ``trained`` and ``start``: the values after and before training."""
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         if update.client in self.malicious(self.info.clients):

@@ -49,7 +49,7 @@ KNOWN_VERSIONS = ("2.5.", "2.6.")
 
 
 class BatchLoop:
-    """Trains a round's remaining batches inside the hook ``on_train_batch_end``, faster than Lightning's loop.
+    """Trains all batches after the current batch inside the hook ``on_train_batch_end``, faster than Lightning's loop.
 
     The order and arguments of all implemented hooks, the counters, the logged values and the log steps are equal to
     Lightning's loop. Lightning's code executes manual optimization, gradient accumulation, loss scaling and a module's
@@ -299,7 +299,7 @@ def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_one_client:
 
 
 def shorten_log(trainer: L.Trainer) -> OverriddenMethod:
-    """Speeds up repeated calls of the module's ``log`` in training batches, until the returned object restores ``log``.
+    """Replaces the module's ``log`` in training batches by a faster method, until the returned object restores ``log``.
 
     In every call of ``log``, Lightning copies the options and moves a running value to a device. If options and device
     are unchanged, the replaced ``log`` only updates the running value. Logged values are equal bit for bit.

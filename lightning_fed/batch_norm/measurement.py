@@ -256,12 +256,12 @@ def _find_first_shift(
 
 
 def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]], shifts: Mapping[str, float]) -> None:
-    """Decides once per fit between separate and pooled BatchNorm statistics for clients, from ``shifts`` by layer.
+    """Decides once per fit whether clients have separate or pooled BatchNorm statistics.
 
-    The reports from the first round are used, or from the second round if less than half of the first round's cohort
-    reported. At least two clients, and at least ``min_clients`` clients, must report. If rounds have only one report,
-    the latest reports are collected until two clients have reported; the shift then includes the change of the weights
-    between rounds.
+    ``shifts`` maps layers to the share of the inputs' variance that is between clients. The reports from the first
+    round are used, or from the second round if less than half of the first round's cohort reported. At least two
+    clients, and at least ``min_clients`` clients, must report. If rounds have only one report, the latest reports are
+    collected until two clients have reported; the shift then includes the change of the weights between rounds.
     """
     cohort = fit.cohort
     is_first, size = not fit.batch_norm.num_measured, len(cohort.visits) + len(cohort.dropped)
@@ -305,11 +305,11 @@ def own_statistics(report: Mapping[str, Tensor]) -> State:
 def load_own_model(
     fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int | None
 ) -> State | None:
-    """Loads a client's model for evaluation. Returns BatchNorm statistics if newly measured, to be stored, or ``None``.
+    """Loads a client's model for evaluation, with the client's BatchNorm statistics. Returns new statistics to store.
 
     ``measure_round`` is the round of the global model in ``state``. If the client's statistics are from another round,
-    the client measures again. If ``measure_round`` is ``None``, no client measures. The result is empty, with one
-    warning in the log, if the client has no statistics because the training data are in another process.
+    the client measures again. If ``measure_round`` is ``None``, no client measures. Without a measurement the result is
+    ``None``. If a measurement is necessary, but the training data are in another process, a warning is logged once.
     """
     measured: State | None = None
     stored = local.recall(client)

@@ -52,7 +52,7 @@ class InputStatistics:
                 handle.remove()
 
     def as_extras(self) -> State:
-        """Returns by name each layer's mean and biased variance, shape ``(channels,)``, and the number of positions."""
+        """Returns by name each layer's mean and biased variance, shape ``(channels,)``, and values per channel."""
         extras: State = {}
         for name, (count, total, squares) in self._sums.items():
             mean = total / count

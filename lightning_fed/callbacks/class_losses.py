@@ -38,8 +38,8 @@ _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 class _Scores:
     """Marks a traced tensor as class scores: outputs of ``layer``, or computed only from these outputs.
 
-    ``inputs`` are the indices of the batch tensors used to compute the outputs. ``voids`` are the labels at masked
-    positions.
+    ``inputs`` are the indices of the batch tensors used to compute the outputs. ``voids`` are the labels of positions
+    excluded by a mask.
     """
 
     layer: str
@@ -51,7 +51,7 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Marks a traced tensor as a function of the labels: class indices, one-hot vectors, or ``labels == number``.
+    """Marks a traced tensor as computed from the labels: class indices, one-hot vectors, or an equality test.
 
     ``fills`` are pairs (replaced label, new label). The replaced label is ``None`` if several labels are replaced.
     """

@@ -189,7 +189,7 @@ class Federation(TrainerCallback):
         return Federation(**{**self.arguments, **changes})
 
     def split(self, remote: RemoteSide) -> None:
-        """Connects the federation to other machines. ``remote`` replaces the server or the clients in this process."""
+        """Connects the federation to other machines. ``remote`` stands for the server, or for all clients."""
         self.server = remote.connect(self.server)
         self._reset(remote)
 
@@ -230,7 +230,7 @@ class Federation(TrainerCallback):
 
     @property
     def seed(self) -> int:
-        """Seed at the start of a fit: the argument, or the last seed of ``seed_everything``."""
+        """Seed at the start of a fit: the federation's argument ``seed``, or the last seed of ``seed_everything``."""
         given: int | None = self.arguments["seed"]
         return default_seed() if given is None else int(given)  # NumPy integers do not load with `weights_only=True`
 
@@ -285,7 +285,7 @@ class Federation(TrainerCallback):
 
     @property
     def has_server(self) -> bool:
-        """True if the server side is in this process."""
+        """True if the server of the federation runs in this process."""
         return self._fit.has_server
 
     @property
@@ -409,7 +409,7 @@ class Federation(TrainerCallback):
             check_estimate(self._fit)
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Prepares the fit's server, clients and entry policies, after ``on_fit_start`` in all callbacks."""
+        """Prepares the fit's server, clients and entry policies. ``on_fit_start`` has then run in all callbacks."""
         self._loop.start_fit()
         self._add_unseen(trainer, pl_module)
 

@@ -70,7 +70,7 @@ def tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
 
 
 def log_picture(trainer: L.Trainer, tag: str, picture: Tensor, is_epoch_end: bool = False) -> None:
-    """Sends a picture to all loggers that support pictures, with the step of the epoch's logged values.
+    """Sends a picture to all loggers that support pictures. The step is the current position of the Trainer's log.
 
     Pass ``is_epoch_end=True`` in ``on_train_epoch_end``, because Lightning has then already counted the last batch.
     """

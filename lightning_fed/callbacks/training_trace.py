@@ -86,7 +86,7 @@ class LabelDescription(NamedTuple):
     class_colors: tuple[Color, ...] = ()
 
     def is_known(self, callback: str) -> bool:
-        """True if a batch contains the labels. If not, logs the reason why the callback ``callback`` draws nothing."""
+        """True if the labels' position in a batch is known; if not, logs why ``callback`` draws nothing."""
         if self.target is None:
             rank_zero_info(f"{callback} draws no pictures without a fit: pass `{callback}` a `target`.")
         return self.target is not None
@@ -138,7 +138,7 @@ def find_class_task(
 def describe_labels(
     trainer: L.Trainer, module: L.LightningModule, callback: str, target: BatchKey, void: VoidLabel
 ) -> LabelDescription:
-    """Describes the labels for a callback's pictures. Runs a trial step unless ``target`` and ``void`` are given.
+    """Describes the labels for a callback's pictures, from ``target`` and ``void`` or from a trial training step.
 
     Names and colours come from :func:`declared_classes`. If labels are neither given nor found, an error names
     ``callback``.

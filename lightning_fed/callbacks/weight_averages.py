@@ -1,9 +1,9 @@
 """Lightning's weight averaging in a federation: each client averages the weights over the steps of a visit.
 
-The server averages the clients' models, and separately the clients' averages.
+The server averages the clients' models, and separately the clients' averaged weights.
 
-Entries of the average join the module during a fit, so rule, checks, messages and resume treat the average like the
-model.
+During a fit the averaged weights are additional entries of the module. Rule, checks, messages and resuming therefore
+treat averaged weights like the model.
 """
 
 from __future__ import annotations

@@ -108,9 +108,10 @@ class LocalModel:
         self.dropped = set[str]()
 
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
-        """Copies the shared entries. Sliced entries are not copied, because visits never write into these tensors.
+        """Returns the shared entries. Entries are copied, except sliced entries (clients receive only some rows).
 
-        If an entry has the same values in ``known``, the tensor in ``known`` is returned instead of a copy.
+        Visits never write into the tensors of sliced entries. If an entry has the same values in ``known``, the tensor
+        in ``known`` is returned instead of a copy.
         """
         self._find_entries()
         known = {name: value for name, value in (known or {}).items() if name in self.entries}
@@ -121,9 +122,10 @@ class LocalModel:
         }
 
     def load_global(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the global model: shared entries from ``state``, and the server's values of all other entries.
+        """Loads the global model: shared entries from ``state``, all other entries with the server's values.
 
-        The caller must not change the tensors of sliced entries afterwards, because the module uses these tensors.
+        The caller must not change the tensors of sliced entries (clients receive only some rows) afterwards, because
+        the module uses these tensors.
         """
         self.load({**state, **self.server_entries})
         additions, self._additions = self._additions, {}
@@ -145,7 +147,7 @@ class LocalModel:
         stored: State | None = None,
         own_model: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Loads a client's model: shared entries from ``state``, personal entries from the store (or ``stored``).
+        """Loads a client's model: shared entries from ``state``, personal entries from ``stored`` or the store.
 
         For an evaluation, ``own_model`` contains entries of the client's own model, which take precedence. Without
         ``own_model``, sliced entries are copied, because the module uses the loaded tensors.

@@ -92,8 +92,8 @@ class LocalOptimizers:
     def end_round(self, counting: Collection[int]) -> None:
         """Resets the optimizers' buffers after a round, but retains learning rates set by epoch schedulers.
 
-        ``counting`` contains the indices of the visits with a valid update. Schedulers continue from the visit with the
-        (lower) median number of steps.
+        ``counting`` contains the indices of the visits with a valid update. Schedulers continue with the state after
+        the visit whose number of steps is the (lower) median.
         """
         if self.mode == "continue" and counting:
             return

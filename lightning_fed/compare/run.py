@@ -57,14 +57,14 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Folder name, such as ``fedprox_mu=0.1_0.5_0`` for seed 0."""
+        """Folder name: method, fraction of stragglers (if any) and seed, as in ``fedprox_mu=0.1_0.5_0``."""
         label = "".join(sign if sign.isalnum() or sign in "=.-" else "_" for sign in self.method.label)
         stragglers = "" if self.stragglers is None else f"_{self.stragglers:g}"
         return f"{label}{stragglers}_{self.seed}"
 
 
 class RoundCurve(Callback):
-    """Callback that records each round's values and duration, calls ``on_round``, and stops at the deadline."""
+    """Callback that records every round's values and durations, calls ``on_round``, and stops at the deadline."""
 
     def __init__(self, on_round: Callable[[int, dict[str, float]], None], deadline: float = math.inf) -> None:
         # `seconds` and `cpu_seconds` cover training and aggregation.

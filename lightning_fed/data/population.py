@@ -125,7 +125,7 @@ class Population(ABC):
 
     @abstractmethod
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Batches in a pass over a client's data, or ``None`` if unknown. ``isolated`` ignores ``drop_last``."""
+        """Batches in a pass over a client's data; ``None`` if unknown. ``drop_last`` has no effect if ``isolated``."""
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
         """Batches in each pass of a visit, if a sampler returns passes with different lengths; otherwise empty."""
@@ -139,8 +139,9 @@ class Population(ABC):
 
         After an error, or if the visit's ``fault`` is set, the caller ignores further items of the visit.
 
-        ``isolated`` leaves other running iterators unaffected, and ignores ``drop_last``. ``groups`` are ranges of
-        visit indices: the visits in a group yield their batches in turn. By default one visit follows another.
+        If ``isolated``, iterators of other calls continue unaffected, and ``drop_last`` has no effect. ``groups`` are
+        ranges of visit indices: the visits in a group yield their batches in turn. By default one visit follows
+        another.
         """
 
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
@@ -184,7 +185,7 @@ class Population(ABC):
         return False
 
     def gives_all(self, client: Client) -> bool:
-        """True if a pass in :meth:`one_pass` with ``isolated`` contains all examples of the client."""
+        """True if a pass outside training (:meth:`one_pass`, ``isolated``) contains all examples of the client."""
         return True
 
     def close(self) -> None:  # noqa: B027 - optional
@@ -203,7 +204,7 @@ def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
 
 
 def sequential_groups(visits: Sequence[Any]) -> list[range]:
-    """Returns one range per visit, with only the visit's index, so that one visit follows another."""
+    """Groups visit indices for visits one after another: each group contains a single visit."""
     return [range(position, position + 1) for position in range(len(visits))]
 
 

@@ -27,7 +27,7 @@ _MOST = 100_000  # remembered clients
 
 @dataclass
 class PlannedRound:
-    """The visits of a round in this process. ``failed`` maps clients without usable data to reasons."""
+    """The visits of a round in this process. ``failed`` maps clients without usable data to the reasons."""
 
     round: int | None
     visits: list[PlannedVisit] = field(default_factory=list)

@@ -54,7 +54,7 @@ def isolated_pass(
         log: Function to call instead of ``module.log``; by default values are ignored.
         gradients: Whether to enable gradients.
         is_reloaded: Whether the caller overwrites parameters and buffers after the context, so copies are not needed.
-        is_alone: Whether metrics are computed without synchronisation between processes.
+        is_alone: Whether metrics use only values from this process, without synchronisation.
         is_muted: Whether to disable the loggers, because the Trainer's pass has already logged the same pictures.
         is_training: Whether each layer keeps the current mode (training or evaluation).
     """

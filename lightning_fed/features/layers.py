@@ -210,8 +210,8 @@ def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterator[tuple[str, nn.Module]]:
     """Yields all submodules with names, except metrics and untrained networks, such as a teacher.
 
-    A network is a layer with parameters in its children. ``optimized`` contains ids of trained parameters, by default
-    all parameters with gradients. If no parameter is trained, all modules are yielded.
+    An untrained network is a layer whose children have parameters, all untrained. ``optimized`` contains ids of trained
+    parameters, by default all parameters with gradients. If no parameter is trained, all modules are yielded.
     """
     trained = set(optimized) or {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     dropped: list[str] = []

@@ -110,7 +110,7 @@ def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozense
 
 
 def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict[str, Policy]:
-    """Returns the policies of all entries, with the buffers ``unset`` changed to frozen. Logs the names."""
+    """Changes the policy of shared buffers with NaN or infinite values (``unset``) to frozen. Logs the names."""
     names = sorted(name for name in unset if policies.get(name) == "shared")
     if names:
         _log.info(
@@ -123,7 +123,7 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
 
 
 def warn_of_filled(names: Collection[str]) -> None:
-    """Warns that visits wrote into buffers that are not sent, because the initial values were NaN or infinite."""
+    """Warns that visits changed buffers with NaN or infinite initial values: such buffers are not sent."""
     _log.warning(
         "The clients' visits write into %d buffers that are not sent, because the buffers held NaN or infinite "
         "values at the start (%s). The written values are lost: the global model keeps its initial values, or values "

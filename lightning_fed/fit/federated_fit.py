@@ -54,7 +54,7 @@ class RemoteSide(ABC):
     population: Population
 
     def connect(self, server: ServerInterface) -> ServerInterface:
-        """Returns the server for the round: ``server``, or on a client's machine a connection to the server."""
+        """Returns the server for the round: ``server`` itself, or a connection if the server is on another machine."""
         return server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
@@ -71,7 +71,7 @@ class RemoteSide(ABC):
 
     @abstractmethod
     def exchange(self, round: Any) -> None:
-        """Exchanges messages with the other machines, after the last visit in this process."""
+        """Exchanges messages with server or clients on other machines, after the last visit in this process."""
 
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]

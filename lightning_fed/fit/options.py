@@ -64,7 +64,7 @@ class FixedStatistics:
 
 
 class VisitsAtOnce(ABC):
-    """Base class of values for the option ``visits`` with several clients (``clients``) that train at once."""
+    """Base class for values of the option ``visits`` that request simultaneous training of several clients."""
 
     clients: int
 

@@ -130,9 +130,9 @@ class RoundLog:
     def put(
         self, trainer: L.Trainer, round: int, values: Mapping[str, float], passing: Mapping[str, Iterable[str]] = {}
     ) -> None:
-        """Logs ``values`` by name for a round. ``passing`` maps a source, such as ``"aggregator"``, to value names.
+        """Logs ``values`` by name for a round. ``passing``: names for each source, such as ``"aggregator"``.
 
-        Names that the source logged in an earlier round, but not in this round, are removed.
+        Names that the source logged in an earlier round, but not in this round, are removed from the logged metrics.
         """
         for kind, names in passing.items():
             self._replace(trainer, kind, names)
@@ -199,7 +199,7 @@ def describe_end(
 ) -> str:
     """Formats a fit's results as a table: sums over rounds (``totals``), duration, and last logged values.
 
-    If ``recalibrates``, clients receive each new model twice, to measure BatchNorm's statistics.
+    If ``recalibrates``, the table notes two transfers of each new model (to measure BatchNorm statistics).
 
     Example:
         >>> totals = {"rounds": 2, "clients": 5, "failed": 1, "dropped": 0, "down_bytes": 4000, "up_bytes": 3500}
@@ -229,7 +229,7 @@ def describe_end(
 
 
 def files_of(trainer: L.Trainer) -> dict[str, str]:
-    """Maps titles to the paths of a fit's logs and checkpoints. The best checkpoint's title states score and round."""
+    """Maps titles to the paths of a fit's logs and checkpoints. Score and round precede the best checkpoint's path."""
     rows = {}
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:

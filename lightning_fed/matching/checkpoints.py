@@ -127,7 +127,7 @@ def state_of(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_entries(module_names: Iterable[str], state: Iterable[str], label: str) -> None:
-    """Raises ``ValueError`` if a module and a state have different entry names. The message names ``label``."""
+    """Raises ``ValueError`` if a module and a state (described by ``label``) have different entry names."""
     expected, actual = set(module_names), set(state)
     faults = [
         f"{words} {sorted(names)[:5]}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"

@@ -402,7 +402,7 @@ def _maximise_likelihood(
     is_noise_known: bool,
     is_prior_known: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Estimates the variances of one block by expectation maximization over the global neurons.
+    """Estimates noise and prior variance of a block of weights by expectation maximization over global neurons.
 
     ``products``, shape ``(L, J, J)``, contains for each of L global neurons the inner products between the neurons of J
     clients, after subtracting the prior mean. The products of missing neurons are 0. ``owned``, shape ``(L, J)``, marks

@@ -91,13 +91,13 @@ class PermutationGroup:
 
 
 def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> list[PermutationGroup]:
-    """Changes the number of neurons in each of a network's permutation groups. A resized group has ``blocks=1``.
+    """Changes the number of neurons in each of a network's permutation groups.
 
     New neurons are placed after the group's existing neurons. Later groups on the same axis (after a concatenation) are
-    shifted. A group with fixed width must keep its size.
+    shifted. A group with fixed width, or with several blocks, must keep its size.
 
     Raises:
-        ValueError: If the size of a group with fixed width changes, or the number of sizes is wrong.
+        ValueError: If the size of such a group changes, or the number of sizes is wrong.
 
     Example:
         >>> state = {"weight": torch.zeros(1, 2)}

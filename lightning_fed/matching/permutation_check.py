@@ -49,7 +49,7 @@ class PermutationCheck:
         return _find_failing(list(groups), self._is_variant)
 
     def find_fixed_width(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """Finds groups with ``is_growable`` for which additional neurons cause an error or change the outputs."""
+        """Finds resizable groups in which additional neurons cause an error or change the network's outputs."""
         growable = [group for group in groups if group.is_growable]
         return _find_failing(growable, lambda growing: self._has_fixed_width(groups, growing))
 

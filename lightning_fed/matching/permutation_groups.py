@@ -123,7 +123,7 @@ class PermutationGroups:
 
     @property
     def names(self) -> list[str]:
-        """Group names. A group is named after the layer whose outputs are the neurons, with a position if ambiguous."""
+        """Group names. A group is named after the layer whose outputs are the neurons; equal names have a number."""
         return [group.name for group in self.groups]
 
     @property

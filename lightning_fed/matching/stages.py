@@ -37,8 +37,8 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
     Args:
         groups: Permutation groups of the network.
         names: Names of the exchanged entries. Tied entries appear under the first name.
-        choice: ``"auto"``; or the maximum number of stages, reached by merging the neighboring stages with the fewest
-            neurons; or a list with the patterns of entry names for each stage.
+        choice: ``"auto"``; or the maximum number of stages (neighboring stages with the fewest neurons are merged); or
+            a list with the patterns of entry names for each stage.
 
     Raises:
         ValueError: If no stage exists, an entry matches no stage, a stage has no entries, or the neurons of a group are

@@ -65,11 +65,11 @@ class Call:
 
 
 class Tracer:
-    """Traces neurons through a network's operations. Each position on a parameter axis has an id.
+    """Finds related neurons in a network. Each position on an axis of a parameter has a neuron id.
 
-    Ids of the same neuron are united; ids of neurons that must not be permuted are pinned. ``axes`` and ``roles`` have
-    the network's order. ``elements`` contains the ids for entries with one id per element. ``unknown`` counts the calls
-    of each operation without a rule. All inputs of such operations are pinned.
+    Ids of the same neuron are united. Ids of neurons with a fixed order are pinned. ``axes`` maps each axis to neuron
+    ids, ``roles`` maps each axis to roles such as ``"in"``, and ``elements`` maps parameters with one id per element to
+    the ids. ``unknown`` counts calls of operations without a tracing rule; all inputs of such calls are pinned.
     """
 
     def __init__(self, state: Mapping[str, Tensor], rules: Mapping[str, Rule]) -> None:
@@ -82,7 +82,7 @@ class Tracer:
         self.constant_id = NEUTRAL
 
     def run(self, program: ExportedProgram, names: Mapping[str, str], constants: Mapping[str, Tensor]) -> None:
-        """Traces an exported network. ``names`` maps exported names to state dict names, ``constants`` to tensors."""
+        """Traces an exported network. ``names`` and ``constants`` map exported names to state dict names or tensors."""
         signature = program.graph_signature
         targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         targets |= getattr(signature, "inputs_to_lifted_tensor_constants", {})

@@ -137,7 +137,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Applies ``function(flat, index)``. Tensors adjacent in memory are passed as one tensor ``flat``.
+    """Applies ``function(flat, index)`` to tensors. Tensors adjacent in memory are passed as one tensor ``flat``.
 
     ``index`` is the list index of the first tensor in ``flat``.
     """
@@ -170,7 +170,7 @@ def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 
 def join(*lists: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Views tensors adjacent in memory as one flat tensor, in each list. Other tensors are unchanged."""
+    """Groups tensors that are adjacent in memory, in each list. Returns one flat view per group and list."""
     return [tuple(_view_flat([values[at] for at in run]) for values in lists) for run in find_runs(*lists)]
 
 

@@ -50,8 +50,8 @@ class WeightedMean:
     ) -> None:
         """Adds one state with a weight and the number of examples (``size``). All states have equal names and shapes.
 
-        A missing floating-point entry is treated as unchanged from ``base`` in :meth:`mean`. ``rows`` maps entries with
-        only some rows to the row indices: int64, shape ``(rows,)``.
+        A missing floating-point entry is treated as unchanged from ``base`` in :meth:`mean`. If an entry contains only
+        some rows, ``rows`` maps the entry's name to the row indices: int64, shape ``(rows,)``.
         """
         if not 0 <= weight < float("inf"):
             raise ValueError(f"Expected `weight` to be finite and not negative, but got {weight}.")
@@ -98,8 +98,9 @@ class WeightedMean:
     ) -> dict[str, Tensor]:
         """Returns the weighted mean of all added states, in the dtype of each entry.
 
-        ``base``, the state before the round, is required if clients sent only some rows. Missing entries are set to
-        the value in ``base``, or to 0 without ``base``. Raises ``ValueError`` if no weight is positive.
+        ``base``, the state before the round, is required if clients sent only some rows of an entry. For an entry
+        missing from a state, the value is from ``base``, or 0 without ``base``. Raises ``ValueError`` if no weight is
+        positive.
         """
         if self.total <= 0:
             raise ValueError("Expected at least one state with a positive weight before `mean`.")
@@ -114,7 +115,7 @@ class WeightedMean:
         return means | {name: value.clone() for name, value in self._integers.items()}
 
     def held_rows(self) -> dict[str, Tensor]:
-        """Maps each entry with only some rows to the indices of the added rows: int64, shape ``(rows,)``."""
+        """Maps entries of which clients sent only some rows to all sent row indices: int64, shape ``(rows,)``."""
         return {name: sums.rows for name, sums in self._rows.items() if name not in self._sums}
 
     def _completed(self, name: str, value: Tensor, base: Mapping[str, Tensor] | None) -> Tensor:

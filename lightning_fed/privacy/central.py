@@ -161,7 +161,7 @@ class CentralDP(UpdateStep):
         return secrets.randbits(128)
 
     def plan(self, population: int, cohort: int, rounds: int | None) -> Budget:
-        """Returns the privacy budget for a fit. ``cohort`` is the expected number of clients per round."""
+        """Computes the privacy budget for ``rounds`` rounds with ``cohort`` expected clients of ``population``."""
         resumed = None if self.budget is None else self.budget.noise_multiplier  # budget of a resumed fit
         return plan_budget(
             self.noise_multiplier if self.noise_multiplier is not None else resumed,
@@ -260,8 +260,8 @@ class CentralDP(UpdateStep):
     def release(self, total: State, short_count: float) -> State:
         """Computes the new model's entries from ``total``, the float64 sum of the clipped updates, by adding noise.
 
-        Without clients the result is the old model with noise. ``short_count`` is the sum over all updates, with 1/2
-        for an unclipped update and -1/2 for a clipped update.
+        Without clients the result is the old model with noise. ``short_count`` is a sum of 1/2 for each unclipped
+        update, and -1/2 for each clipped update.
         """
         if self.budget is None or self.key is None:
             raise RuntimeError(
@@ -335,7 +335,7 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped update; the mean over n clients counts n times. Clips again because of rounding errors."""
+        """Adds a clipped update to the sum. A mean over n clients counts n times. Clips again: rounding errors."""
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(
@@ -480,7 +480,7 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
 
 
 def refuse_statistics(module: L.LightningModule, federation: Federation, how: str) -> None:
-    """Refuses BatchNorm statistics shared with the server. The error message contains ``how``, a phrase."""
+    """Refuses BatchNorm statistics shared with the server. ``how`` is a phrase in the error, "without noise"."""
     option, statistics = federation.options.batch_norm, sorted(batch_norm_statistics(module))
     is_local = option.unseen != "pooled" if isinstance(option, LocalStatistics) else option in _LOCAL_TREATMENTS
     if statistics and not is_local:
@@ -491,7 +491,7 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
 
 
 def step_length(steps: State) -> float:
-    """Euclidean norm of the vector with the differences of all entries."""
+    """Euclidean norm of an update, over all entries."""
     return math.sqrt(sum(float(to_float64(step).square().sum()) for step in steps.values()))
 
 
@@ -501,7 +501,7 @@ def clip_factor(length: float, clip: float) -> float:
 
 
 def rounding_of(state: State, length: float) -> float:
-    """Bounds the increase in the norm of an update (``length``) if the updated model is rounded to its dtypes."""
+    """Upper bound for the change in the norm ``length`` of an update by rounding the updated model to its dtypes."""
     return sum(
         float(torch.finfo(value.dtype).eps * (to_float64(value).square().sum().sqrt() + length))
         for value in state.values()

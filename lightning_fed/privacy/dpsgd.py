@@ -198,13 +198,13 @@ class DPSGD(RevertingCallback, FederatedCallback):
         self._safe_steps: dict[float, int] = {}  # number of steps within the budget, by sampling probability
 
     def epsilon(self, client: Client | None = None) -> float:
-        """Returns the epsilon spent by ``client`` so far; if ``None``, the largest epsilon over all clients."""
+        """Returns the epsilon spent by ``client`` so far; without a client, the largest epsilon over all clients."""
         if client is not None:
             return self._epsilon(self._accounts[client]) if client in self._accounts else 0.0
         return self._largest_epsilon(self._accounts.values())
 
     def describe_privacy(self) -> str:
-        """Returns a text about clipping norm and delta, stored in checkpoints to detect changes."""
+        """Describes clipping norm and delta in a text. Checkpoints contain the text, to detect changed settings."""
         return f"DPSGD(max_grad_norm={self.max_grad_norm}, delta={self.delta})"
 
     # The fit
@@ -277,7 +277,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
             self._visit.check_untrained()
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Removes the gradient hooks, and adds the visit's steps to the privacy account, even after a failed visit."""
+        """Removes the gradient hooks, and adds the visit's steps to the privacy account, also if the visit failed."""
         visit = self._visit
         if visit is not None and visit.number >= 0:
             self._round_accounts[client] = visit.planned.with_steps(visit.number + 1)

@@ -253,8 +253,8 @@ def clipped_sum(
 
     .. math:: \sum_i g_i \min\left(1, \frac{C}{\lVert g_i \rVert}\right)
 
-    Non-finite gradients are replaced by 0. The given gradients are divided by the number of examples, see
-    :class:`ExampleGradients`. ``max_norm=inf`` disables clipping.
+    Non-finite gradients are replaced by 0. ``gradients`` come from a mean loss and are first multiplied by
+    ``num_examples``. ``max_norm=inf`` disables clipping.
     """
     if not gradients:
         return {}

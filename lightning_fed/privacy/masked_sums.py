@@ -55,7 +55,7 @@ def encode(values: Sequence[float]) -> Tensor:
 
 
 def decode(words: Tensor) -> list[float]:
-    """Decodes the sum of several results of :func:`encode` to numbers."""
+    """Converts a sum of results of :func:`encode` to floating-point numbers."""
     return [number / 2**100 for number in to_numbers(words)]
 
 

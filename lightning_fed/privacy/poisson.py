@@ -97,7 +97,7 @@ def check_poisson_loader(loader: Any) -> tuple[DataLoader[Any], int]:
 
 
 def poisson_loader(loader: DataLoader[Any], batches: Iterator[np.ndarray], seed: int) -> DataLoader[Any]:
-    """Copies a loader. ``batches`` contains the example indices for each batch in the copy."""
+    """Copies a dataloader, with other batches: ``batches`` yields the example indices for each batch."""
     generator = loader.generator if loader.generator is not None else torch.Generator().manual_seed(seed)
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     sampler: Any = map(np.ndarray.tolist, batches)  # lists of positions

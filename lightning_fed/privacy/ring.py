@@ -79,7 +79,7 @@ class Ring:
         }
 
     def longest(self, size: int) -> float:
-        """Norm limit for an update with ``size`` numbers. After rounding, the norm is at most ``clip``."""
+        """Largest norm of an unrounded update with ``size`` numbers. The rounded update has norm at most ``clip``."""
         length = self.clip - math.sqrt(size) / self.scale
         if length < self.clip / 2:
             raise OptionError(

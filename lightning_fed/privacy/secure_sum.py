@@ -166,7 +166,7 @@ class SecureSum(UpdateStep):
         return RingSum(self)
 
     def vector(self, update: ClientUpdate) -> State:
-        """Returns an update's tensors to be summed, including the weight. Raises ``BadUpdate`` for other tensors."""
+        """Returns the tensors of an update to sum, including the weight. Refuses other tensors by ``BadUpdate``."""
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
             if update.extras:

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Answers:
-    """Clients' answers to a question (:meth:`Federation.ask`), reasons for missing answers, and numbers of bytes."""
+    """Clients' answers to a question of the server (:meth:`Federation.ask`), reasons for missing answers, and bytes."""
 
     updates: dict[Client, ClientUpdate] = field(default_factory=dict)
     failed: dict[Client, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def ask(
     question: Mapping[str, Any],
     own: bool,
 ) -> Answers:
-    """Sends a question to clients outside a round, and collects the answers, for :meth:`Federation.ask`."""
+    """Asks ``clients`` a question outside a round, and collects the answers. See :meth:`Federation.ask`."""
     trainer, clients = fit.trainer, list(clients)
     round = trainer.current_epoch
     with torch.inference_mode(False):  # tensors made in that mode cannot be trained

@@ -81,10 +81,10 @@ class RoundLoop:
 
     Attributes:
         open_round: The current round; ``None`` between rounds.
-        plan: The plan for the fit's visits.
-        is_attached: True during a fit, while methods in the user's objects are replaced.
-        is_planned: True once the first round has been planned.
-        is_ready: True after ``setup`` and ``on_fit_start``.
+        plan: Plan for the fit's client visits: one by one, or several clients at once.
+        is_attached: True during a fit. Methods of the module and the Trainer are then replaced.
+        is_planned: True from the first round of the fit on.
+        is_ready: True after the federation's hooks ``setup`` and ``on_fit_start``.
     """
 
     def __init__(self, fit: FederatedFit) -> None:
@@ -303,7 +303,7 @@ class RoundLoop:
             forget_length(trainer)
 
     def _delay(self, callback: L.Callback) -> OverriddenMethod:
-        """Delays a checkpoint callback in a round's last batch. The checkpoint then contains the aggregated model."""
+        """Delays a checkpoint callback at the end of a round until the aggregation, to save the aggregated model."""
 
         def wait(*args: Any) -> None:
             round = self.open_round
@@ -442,10 +442,10 @@ class RoundLoop:
             self.cut_short()
 
     def correct_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Corrects Lightning's progress in a checkpoint, except in a plain fit.
+        """Corrects Lightning's progress in a checkpoint, unless the fit equals a fit without a federation.
 
-        An incomplete round restarts from the first batch. A complete round without validation continues with the
-        validation.
+        On resuming, an incomplete round restarts from the first batch. A round saved before the validation continues
+        with the validation.
         """
         if self._correct is not None and not self.fit.is_plain:
             self._correct(checkpoint)

@@ -57,10 +57,10 @@ class ClientVisit:
         local: Loads the client's model.
         optimizers: The client's optimizers.
         memory: Tensors of callbacks and update steps, stored on the client if the server accepts the update.
-        main_batches: Number of batches for the received model; if ``None``, all. A callback may train a second model
-            on the remaining batches.
+        main_batches: Number of batches for the received model; if ``None``, all. A callback may train a second model,
+            such as a personal model, on the remaining batches.
         trains_second_model: Whether the module currently contains the second model.
-        step: The event of the next batch; ``None`` before the first and after the last batch.
+        step: The current training step; ``None`` before the first and after the last batch.
     """
 
     def __init__(

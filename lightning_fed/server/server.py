@@ -180,7 +180,7 @@ class ServerInterface(ABC):
         """Returns the broadcast for a client; the caller may change the broadcast before :meth:`sent`."""
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Counts the bytes of a broadcast to a client. Called after all callbacks have changed the broadcast."""
+        """Counts the bytes of a broadcast to a client, after all callbacks have changed the broadcast."""
         self.report.down_bytes += message_bytes(broadcast)
 
     @abstractmethod
@@ -189,7 +189,7 @@ class ServerInterface(ABC):
 
     @abstractmethod
     def accept(self, update: ClientUpdate) -> bool:
-        """Checks and aggregates an update after :meth:`count`. Returns ``False`` for an excluded client."""
+        """Checks a counted update (:meth:`count`), and adds the update to the aggregate. ``False``: client excluded."""
 
     @abstractmethod
     def finish_round(self) -> State | None:

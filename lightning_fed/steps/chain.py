@@ -88,7 +88,7 @@ class Chain:
 
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
-        """Client information visible to the server after all steps: ``"update"``, ``"sum"`` or ``"model"``."""
+        """Client information visible to the server: each ``"update"``, only the ``"sum"``, or only the ``"model"``."""
         kinds = {step.reveals for step in self.steps}
         return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
 
@@ -141,9 +141,9 @@ class Chain:
         sent: State,
         inspect: Callable[[ClientUpdate, State], None] | None = None,
     ) -> None:
-        """Decodes an update, and passes the result to a collecting step or the rule.
+        """Decodes an update. The result goes to the rule, or to a step with storage for the round's updates.
 
-        Calls ``inspect`` with the decoded update. Raises ``BadUpdate`` for an invalid update.
+        ``inspect`` is called with the decoded update and the sent state. Raises ``BadUpdate`` for an invalid update.
         """
         self._pass(update, sent, len(self.steps), inspect)
 
@@ -187,7 +187,7 @@ class Chain:
         }
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Metrics of the last aggregated round. Steps receive ``norms`` only if the server may see single updates."""
+        """Metrics of the last round. Steps get the updates' ``norms`` only if the server may see each update."""
         metrics = self.rule.metrics()
         for step in self.steps:
             metrics |= step.metrics(norms if self.reveals == "update" else {})

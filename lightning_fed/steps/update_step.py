@@ -60,11 +60,11 @@ class StepCapabilities:
         return ()
 
     def form(self, state: State) -> State:
-        """Returns tensors with an encoded update's names, shapes and dtypes. ``state`` is the unencoded update."""
+        """Returns tensors with the names, shapes and dtypes of the encoded update. ``state``: the update to encode."""
         return state
 
     def hold(self) -> Held | None:
-        """Returns an object that collects the updates of a round, or ``None`` to pass on each update immediately."""
+        """Returns an object to collect a round's updates; ``None`` if updates pass one by one."""
         return None
 
 
@@ -81,7 +81,7 @@ class UpdateStep(StepCapabilities):
     """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Raises ``ValueError`` if the rule or another of the chain's ``steps`` (innermost first) is incompatible."""
+        """Raises ``ValueError`` if this step does not support the rule or another step. ``steps``: innermost first."""
 
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round, on the server and on each client."""
@@ -90,14 +90,14 @@ class UpdateStep(StepCapabilities):
     def on_send(self, client: Client, broadcast: Broadcast) -> None:
         """Server side, after all callbacks, innermost step first: adds extra tensors to a client's broadcast.
 
-        To omit entries already on the client, the step may add names to ``broadcast.unsent``.
+        The step may add names of entries to ``broadcast.unsent``, if the client already has the same values.
         """
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         """Client side, before sending: clips, encodes or masks the update.
 
-        The step may change the update's tensors in place, except tensors shared with ``sent``. ``memory`` is the step's
-        state for the client, changed in place and stored if the server accepts the update.
+        The step may change the update's tensors in place, except tensors that are also in ``sent``. ``memory`` is the
+        step's state for the client, changed in place and stored if the server accepts the update.
 
         Raises:
             ClientFault: If the client must be excluded.
@@ -107,7 +107,7 @@ class UpdateStep(StepCapabilities):
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         """Server side, on receipt: decodes, checks, clips or weights the update.
 
-        If an outer step hides single updates from the server (``reveals``), this method runs on the client.
+        If a later step in the chain hides single updates from the server (``reveals``), the client calls this method.
 
         Raises:
             BadUpdate: If the update must be excluded.

@@ -1,4 +1,4 @@
-"""Tables and the forest plot of a study, from the sites' sums over cases."""
+"""Tables and the forest plot of a study, computed from sums over the cases of each site."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def keep_primary(path: Path, method: str) -> None:
 
 
 def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
-    """Gains of ``method`` over ``baseline`` by site, losses first, with Holm's correction over the sites."""
+    """Compares two methods at each site, with Holm's correction over the sites. Sites with a loss come first."""
     sign = 1 if study.higher_is_better else -1
     rows = []
     for site, answer in study.answers.items():

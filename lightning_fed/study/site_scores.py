@@ -264,7 +264,7 @@ def _find_areas(metrics: Mapping[str, Metric], whole: EvaluationReport, key: str
 def bootstrap(
     module: L.LightningModule, client: Client, key: str, groups: Sequence[Sequence[MetricStates]]
 ) -> list[float]:
-    """Computes the metric ``key`` for bootstrap samples of a site's cases. All models use the same samples.
+    """Computes a metric (``key``) on bootstrap samples of a site's cases. All models use the same samples.
 
     ``groups`` contains a list of metric states for each independent case or patient.
     """

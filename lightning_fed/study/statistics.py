@@ -158,7 +158,7 @@ def difference_of_areas(sums: ArrayLike) -> Estimate:
 
 
 def draw_cases(seed: int, replicate: int, client: Client, count: int) -> NDArray[np.int64]:
-    """Draws ``count`` case indices with replacement. The draws depend only on seed, replicate and client."""
+    """Draws ``count`` indices below ``count`` with replacement: bootstrap sample ``replicate`` of a client's cases."""
     generator = np.random.default_rng(np.random.SeedSequence([seed, replicate, client_key(client)]))
     return generator.integers(count, size=count)
 

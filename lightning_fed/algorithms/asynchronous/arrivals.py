@@ -204,7 +204,7 @@ class NetworkOrder(Order):
         self._is_running = False
 
     def arrivals(self, round: int, schedule: Schedule, population: Population) -> Sequence[Arrival]:
-        """Returns an empty sequence, because no client is known before its update arrives."""
+        """Returns no clients, because a client is only known after the client's update has arrived."""
         return ()
 
     def versions(self, round: int) -> Collection[int]:

@@ -80,7 +80,7 @@ class AsynchronousRule(AveragingAggregator):
 
     @abstractmethod
     def reference(self, start: State) -> State:
-        """Model to subtract from a client's trained model, if the client started from the model ``start``."""
+        """Returns the model to subtract from a client's model, trained from ``start``, to compute the update."""
 
     def factor(self, staleness: int) -> float:
         """Weight of a client's update in the mean, at least 0. ``staleness``: number of newer global models."""

@@ -48,10 +48,10 @@ class FeatureFusion(FederatedCallback):
     ``setup`` adds the submodule ``feature_fusion`` with the operator :math:`F` to the module, initialised with the
     federation's seed; see :func:`~lightning_fed.modules.fuse`. At the start of a visit, the client copies the received
     extractor to :math:`E_g`, frozen and never sent. The client trains :math:`E_l`, :math:`F` and :math:`C`, which any
-    averaging rule can average. Messages also contain the parameters of :math:`F`: 1 number per level with ``"single"``,
-    :math:`C` with ``"multi"``, and :math:`2C^2 + C` with ``"conv"``. ``personal=["feature_fusion.*"]`` keeps :math:`F`
-    on the clients. After the fit :func:`~lightning_fed.modules.unwrap` removes the fusion. Reference: Yao et al., ICIP
-    2019, Algorithm 1.
+    averaging rule can average. Messages also contain the parameters of :math:`F`: for n channels 1 number per level
+    with ``"single"``, n with ``"multi"``, and 2 n^2 + n with ``"conv"``. ``personal=["feature_fusion.*"]`` keeps
+    :math:`F` on the clients. After the fit :func:`~lightning_fed.modules.unwrap` removes the fusion. Reference: Yao et
+    al., ICIP 2019, Algorithm 1.
 
     Args:
         at: Name of the layer with the features as output, or ``"auto"``, see

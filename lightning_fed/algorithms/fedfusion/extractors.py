@@ -98,7 +98,7 @@ def find_extractor(
 
 
 def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields all floating-point tensors in a layer's output with names: "0" and "1_0" for the output ``[a, (b,)]``."""
+    """Yields all floating-point tensors in a layer's output, named by position: "0" and "1_0" for ``[a, (b,)]``."""
     if isinstance(features, Tensor):
         if features.is_floating_point():
             yield name or "0", features
@@ -148,8 +148,8 @@ def find_extractor_in_fit(
 ) -> Extractor:
     """Calls :func:`find_extractor` with the classifier found in a trial training step.
 
-    A module without a classifier must have a layer with a name such as ``encoder``. Error messages name the user's
-    ``option`` with the value ``at``.
+    A module without a classifier must have a layer with a name such as ``encoder``. ``option`` is the user's argument
+    with the value ``at``, for error messages.
     """
     if at != "auto":
         return find_extractor(module, at, network)

@@ -58,7 +58,7 @@ class FrozenExtractor:
         return features
 
     def refer(self, source: nn.Module | Mapping[str, Tensor]) -> None:
-        """Copies parameters and buffers from a network (with dtypes and device), or from a dictionary by name."""
+        """Copies values to the frozen extractor, from a network (with dtypes and device) or a dictionary by name."""
         if isinstance(source, nn.Module):
             self.follow(source)
         values = tensors_by_path(source) if isinstance(source, nn.Module) else source
@@ -75,7 +75,7 @@ class FrozenExtractor:
                 target.copy_(value)
 
     def state(self, source: nn.Module | None = None) -> State:
-        """Copies of the extractor's parameters and buffers by name; values from ``source``, if given."""
+        """Copies of the extractor's parameters and buffers by name, or of the equally named tensors in ``source``."""
         entries = tensors_by_path(self.network if source is None else source)
         return {name: value.detach().clone() for name, value in entries.items() if name in self.entries}
 
@@ -90,9 +90,9 @@ class FrozenExtractor:
                 entry.data = entry.data.to(originals[name].dtype)
 
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
-        """Runs the network, and frees all layers after the features.
+        """Runs the network, and empties all tensors in layers after the features.
 
-        Returns features and last layer with parameters.
+        Returns the features, and the last layer that ran and has parameters.
         """
         started, finished = set[nn.Module](), dict[nn.Module, None]()
 

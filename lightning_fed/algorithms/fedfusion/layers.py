@@ -124,7 +124,7 @@ class FusionLayer(nn.Module):
             self._is_referring, self._reference = True, None
 
     def release(self) -> None:
-        """Stops the use of the frozen extractor: the network's features are fused with themselves."""
+        """Disables the frozen extractor: until the next use, the fusion operator receives the local features twice."""
         self._is_referring, self._reference = False, None
 
     def watch_loading(self, owner: nn.Module) -> None:
@@ -264,8 +264,8 @@ def _select_levels(
 class FusedExtractor(nn.Module):
     """A feature extractor with fusion, F(E_l, E_g): an extractor E_l, an operator F, and a frozen copy E_g.
 
-    :class:`~lightning_fed.callbacks.FeatureFusion` recognises this class. Before the first call of :meth:`refer` the
-    output is F(E_l, E_l).
+    :class:`~lightning_fed.callbacks.FeatureFusion` recognises this class. Until :meth:`refer` copies the global model
+    to E_g, the output is F(E_l, E_l).
 
     Args:
         local: The extractor E_l.

@@ -24,7 +24,7 @@ class FusionOperator(nn.Module, ABC):
 
     @abstractmethod
     def summary(self) -> dict[str, float]:
-        """Scalars for the log by name, as measures for the influence of the global features."""
+        """Numbers for the log, by name: measures of the global features' influence."""
 
 
 class MixingOperator(FusionOperator):

@@ -70,8 +70,8 @@ class FedMA(Aggregator):
         mode: ``"grow"`` (as in the paper) adds unmatched neurons; ``"permute"`` matches neurons one to one and
             preserves widths; ``"none"`` averages without matching. With ``"grow"``, groups of fixed width are still
             matched one to one.
-        stages: ``"auto"``, the maximum number of stages (1: all in one round), or for each stage patterns for entry
-            names.
+        stages: ``"auto"``; an integer, the maximum number of stages (1: all layers in one round); or a list with
+            patterns for entry names, per stage.
         last_layer: Weights for the mean of output layers: class shares (``"class"``) or numbers of examples
             (``"size"``, suitable also for models without classes). For class shares clients send the number of examples
             or pixels per class, which reveals label statistics. Multi-hot labels require ``"size"``.
@@ -188,7 +188,7 @@ class FedMA(Aggregator):
 
     @property
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:
-        """The stage matched in this round and the current matching pass; ``None`` after a pass's last stage."""
+        """The stage (set of layers) matched in this round, and the unfinished pass over all stages, or ``None``."""
         current = self._open_pass
         if current is None or current.round != self._info.round:
             return None
@@ -307,7 +307,7 @@ class FedMA(Aggregator):
         return {name: current.matched_state[name] for name in self._state}
 
     def put_statistics(self, statistics: Mapping[str, Tensor]) -> None:
-        """Stores running statistics for the BatchNorm layers in matched stages, measured on the clients."""
+        """Stores BatchNorm statistics, measured on the clients, for layers matched in this pass over the network."""
         if self._open_pass is not None:
             self._open_pass = replace(self._open_pass, matched_state={**self._open_pass.matched_state, **statistics})
 

@@ -57,7 +57,7 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
 def check_growth(
     shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], growable: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuses a checkpoint if entries have other shapes than the module in axes outside the ``growable`` axes."""
+    """Refuses a checkpoint with changed lengths on axes other than ``growable`` (axes to which FedMA adds neurons)."""
     for name, (shape, loaded) in shapes.items():
         axes = [axis for axis, (a, b) in enumerate(zip(shape, loaded, strict=False)) if a != b]
         if not set(axes) <= set(growable.get(name, ())):
@@ -68,7 +68,7 @@ def check_growth(
 
 
 def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
-    """Warns if the fit may end within a matching pass of ``length`` rounds: by its last round, or by early stopping."""
+    """Warns if a fit may end within a matching pass (``length`` rounds): at the last round, or by early stopping."""
     rounds = trainer.max_epochs or -1
     if rounds > 0 and rounds % length:
         _log.warning(

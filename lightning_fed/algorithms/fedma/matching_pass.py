@@ -50,7 +50,7 @@ class MatchingPass:
 
     @property
     def step_before(self) -> Tensor:
-        """Value of :attr:`step` before the last stage was matched."""
+        """Value of :attr:`step`, the message's position in the matching passes, before the last stage was matched."""
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:
@@ -68,7 +68,7 @@ class MatchingPass:
         )
 
     def complete(self) -> MatchingPass:
-        """Ends the pass: replaces the matched values by hashes, because the global model contains the values."""
+        """Ends a matching pass: only hashes of the matched entries remain. The global model contains the values."""
         hashes = {name: tensor_hash(value) for name, value in self.matched_state.items()}
         return replace(self, matched_state={}, hashes=hashes)
 

@@ -114,7 +114,7 @@ def measure_feature_sums(
 
 
 class _FeaturesReached(BaseException):
-    """Stops ``training_step`` after the feature layer. Steps with ``except Exception`` do not catch a BaseException."""
+    """Ends ``training_step`` after the feature layer. ``except Exception`` in a step does not catch a BaseException."""
 
 
 class TrainingFeatureSums:

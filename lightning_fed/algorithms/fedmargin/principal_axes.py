@@ -20,7 +20,7 @@ class PrincipalAxes(NamedTuple):
     axes: Tensor
 
     def project(self, points: Tensor) -> Tensor:
-        """Projects points, shape ``(n, d)``, to coordinates, shape ``(n, k)``, float64."""
+        """Projects points, shape ``(n, d)``, onto the axes. Returns coordinates, shape ``(n, k)``, float64."""
         return (points.double() - self.center) @ self.axes.T
 
     def turned_to(self, reference: PrincipalAxes) -> PrincipalAxes:

@@ -168,7 +168,7 @@ class SampledSoftmaxHead(LogitsLayer):
         return self._sampled(features, self._batch)
 
     def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Computes the client's loss, or in a layer with rows for all classes the ordinary softmax loss.
+        """Computes FedSS's loss in a client's visit; outside visits, the ordinary softmax loss.
 
         The result equals ``F.cross_entropy(head(features), target)``, also for examples outside the current batch.
 

@@ -192,7 +192,7 @@ def number_entries(state: State) -> list[str]:
 
 
 def majority(values: Sequence[Tensor]) -> Tensor:
-    """Elementwise lower median over integer tensors: the value in more than half of the tensors, if one exists."""
+    """Lower median per element over integer tensors: the value in more than half of the tensors, if one exists."""
     stacked = torch.stack(list(values))
     ordered = stacked.to(torch.int64).sort(dim=0).values
     return ordered[(len(values) - 1) // 2].to(stacked.dtype)

@@ -94,7 +94,7 @@ class TolerantMixture(Mixture):
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
 
     def tolerated(self, count: int) -> int:
-        """Returns the assumed number of malicious updates among ``count``; by default the largest minority."""
+        """Number of ``count`` updates treated as malicious; by default the largest number below ``count / 2``."""
         if self.num_malicious is None:
             return (count - 1) // 2
         return min(max(0, self.num_malicious - len(self.info.refused)), count - 1)
@@ -115,7 +115,7 @@ class NearestNeighborMixing(TolerantMixture):
 
 
 class AdaptiveClipping(TolerantMixture):
-    r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` of n updates with the largest norms to the next norm (ARC).
+    r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` longest of n updates to the norm of the next shorter one.
 
     Args:
         num_malicious: Number f of malicious clients; if ``None``, the largest number below one half.

@@ -75,7 +75,7 @@ class Steps:
 
     @torch.no_grad()
     def mean(self, weights: Tensor, plus: tuple[float, State] | None = None) -> State:
-        """Adds the weighted sum of updates to the global model. ``plus`` is an additional (weight, update) pair."""
+        """Adds the weighted sum of the updates, and of the pair ``plus`` (weight, update), to the global model."""
         global_weight = float(_global_weight(weights))
 
         def combine(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:

@@ -40,8 +40,8 @@ class _Share:
     """Results of the visits in one process, sent to all other processes after the last visit.
 
     ``visit_costs`` maps clients to seconds per batch, ``finals`` maps visit indices to the schedulers' final states,
-    ``stored`` contains client states (``ClientStore.share``), and ``noted`` contains the values yielded by callbacks in
-    ``share_round``.
+    ``stored`` contains client states (``ClientStore.share``), and ``noted`` contains one value per callback with a hook
+    ``share_round``: the value yielded by the hook.
     """
 
     is_cut: bool
@@ -56,7 +56,7 @@ class _Share:
 
 
 def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
-    """Resumes the generator ``share_round`` with ``values``, one per process. A second ``yield`` is an error."""
+    """Resumes ``flow``, a callback's ``share_round``, with one value per process. Allows only one ``yield``."""
     with suppress(StopIteration):
         flow.send(values)
         raise RuntimeError(

@@ -51,7 +51,7 @@ class SharedSource(ClientSource):
 
 
 def deal(positions: np.ndarray, rank: int, size: int, least: int = 1) -> np.ndarray:
-    """Returns every ``size``-th position, starting at index ``rank``. Positions repeat until shares have equal length.
+    """Returns the share of process ``rank``: every ``size``-th example position. Positions repeat for equal lengths.
 
     ``least`` is the minimum length of a share, because BatchNorm cannot train on one example.
 

@@ -118,9 +118,9 @@ class Connection(socket.socket):
 
 
 class Listener(socket.socket):
-    """Listening socket with a limit on the number of strangers: connections without a validly signed call so far.
+    """Listening socket with a limit on strangers: open connections without a validly signed call so far.
 
-    ``strangers`` maps network addresses to the strangers of all listeners in the process, oldest first.
+    ``strangers`` maps remote addresses to the strangers of all listeners in this process, oldest first.
     """
 
     strangers: ClassVar[dict[tuple[Any, ...], Connection]] = {}

@@ -35,7 +35,7 @@ def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
 
 
 def find_changes(folder: Path, text: str, key: Ed25519PublicKey) -> list[str]:
-    """Lists all differences between a certificate and the folder of a run. The list is empty for an unchanged run."""
+    """Compares a run's folder with a certificate (a digest for each file). Returns the names of changed files."""
     try:
         certificate = json.loads(text)
         signature = bytes.fromhex(certificate.pop("signature"))

@@ -53,7 +53,7 @@ class Machine:
     """A simulated machine with a process, a disk, a clock and a connection.
 
     ``starts`` is the number of process starts. ``is_dead`` is true while exception handlers still run in an ended
-    process. ``lost`` counts the changes of each file, undone by one loss of power (the largest number).
+    process. ``lost`` is, for each file, the largest number of changes undone by a single loss of power.
     """
 
     def __init__(self, name: str, profile: Profile, folder: Path, world: World) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def check_owner(status: os.stat_result) -> None:
-    """Raises ``OSError`` if other users can change the file with this ``status``."""
+    """Raises ``OSError`` if other users can change a file with the ``os.stat`` result ``status``."""
     if os.name == "posix" and (status.st_mode & 0o022 or status.st_uid not in (0, os.getuid())):
         raise OSError(
             "other users can change the file or folder: use chmod go-w, and chown to root or the worker's user"

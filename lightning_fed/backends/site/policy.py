@@ -68,7 +68,7 @@ class Refusal(ClientFault):
 
 @dataclass(frozen=True)
 class Half:
-    """Settings of the client program for a policy check: method name, update steps (innermost first), callbacks."""
+    """The client program's method name, update steps (innermost first) and callbacks, checked by the site policy."""
 
     method: str
     steps: Sequence[UpdateStep] = ()
@@ -98,7 +98,7 @@ class Order:
 
 @dataclass(frozen=True)
 class RequiredStep:
-    """Update step or callback that a site policy requires, with minimum and maximum values for attributes."""
+    """Update step or callback that a site policy requires, and minimum or maximum values of the object's attributes."""
 
     name: str
     at_least: Mapping[str, float] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Checks a server's message before training. Returns the policy patterns that match, or raises ``Refusal``."""
+        """Checks a server's message by the site policy. Returns the values that allow the message."""
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed
@@ -350,7 +350,7 @@ def _simple_name(name: str) -> str:
 
 
 def change_update(reply: Packet, **header: Any) -> Packet:
-    """Replaces the fields in ``header`` of an update's JSON header. Other answers are returned unchanged."""
+    """Changes the fields ``header`` in the JSON header of an update. Other packets are returned unchanged."""
     packet = json.loads(reply.text)
     if packet["kind"] == "update":
         packet["header"] |= header

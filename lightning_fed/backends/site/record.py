@@ -139,7 +139,7 @@ class Record:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Opens and locks the record, and verifies all lines added since the last call. Refuses a changed record."""
+        """Context with the record file open and locked. Verifies new lines, and refuses a record with changed lines."""
         is_new, head = not self._path.exists(), self._read_head()
         if is_new and head[0]:
             raise RecordError(f"the record is missing, but {str(self._head)!r} contains the head of line {head[0]}")

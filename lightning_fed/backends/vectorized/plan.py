@@ -86,7 +86,7 @@ class Vectorized(VisitsAtOnce):
 
 
 class _Measured(NamedTuple):
-    """Measured speed for models up to a size: the fastest number of clients trained together, and the speed-up."""
+    """Measured fastest number of simultaneous clients, and the speed-up, for models with few enough parameters."""
 
     most_parameters: int
     has_convolutions: bool

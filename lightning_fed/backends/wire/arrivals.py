@@ -30,7 +30,7 @@ _PAUSE = 5.0  # seconds until the next look for connected clients
 
 
 class RemoteArrivals(RemoteClientSide):
-    """Remote clients of an asynchronous rule.
+    """Runs asynchronous rounds with clients on other machines.
 
     After an answer a client receives the next train request without waiting for other clients. A client waits for the
     next model if the client's update is in the buffer, or the answer was invalid or missing. A round ends after

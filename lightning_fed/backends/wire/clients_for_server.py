@@ -78,9 +78,9 @@ class RemotePopulation(Population):
 
 
 class RemoteClientSide(RemoteSide):
-    """The clients of a federation on other machines, as used by the server's rounds.
+    """Sends the messages of rounds to clients on other machines, and receives the answers.
 
-    ``client_store`` records the last round in which each client saved client state.
+    ``client_store`` contains, for each client, the last round in which the client saved state.
     """
 
     has_server = True
@@ -97,7 +97,7 @@ class RemoteClientSide(RemoteSide):
         self._server_entries: State = {}
 
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """Returns no visits, because clients train on other machines. Answers arrive in a batch without data."""
+        # Clients train on other machines. Answers arrive during a placeholder batch.
         self._cohort = cohort
         return Cohort((), cohort.dropped)
 

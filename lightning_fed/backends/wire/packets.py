@@ -204,7 +204,7 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
 
 
 def is_answer(packet: Packet) -> bool:
-    """True if a packet is a client's answer: false for a fault and for a short unreadable packet.
+    """True if a packet contains a client's answer, not a fault (the reason for a missing answer) or unreadable text.
 
     Example:
         >>> is_answer(write_packet("update", {})), is_answer(write_fault(Fault("ann", "no"))), is_answer(Packet("{"))

@@ -1,8 +1,8 @@
 """Secure sum over clients' answers to a question: the server learns the sum, but no single answer.
 
-A question with the key ``"sum"`` is answered by one tensor of wide numbers (``privacy/masked_sums.py``). The value of
-``"sum"`` names the sum. Clients release a named sum only for one set of clients, in any round, because the difference
-between two sums could reveal an answer.
+A question is a dictionary. The answer to a question with the key ``"sum"`` is one tensor of integers modulo 2^256
+(``privacy/masked_sums.py``). The value of ``"sum"`` names the sum. Clients release a named sum only for one set of
+clients, in any round, because the difference between two sums could reveal an answer.
 """
 
 from __future__ import annotations

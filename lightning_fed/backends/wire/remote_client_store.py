@@ -40,7 +40,7 @@ class RemoteClientStore(ClientStore):
             self._of_round = {client: number for client, number in self._of_round.items() if client in clients}
 
     def record_update(self, client: Client, round: int, start: int) -> None:
-        """Records a valid update received in ``round``. The client started with the model of round ``start``."""
+        """Records a valid update in ``round``, trained from the global model of round ``start``."""
         if round != self._round:
             self._rounds = self._rounds | self._of_round
             self._round, self._of_round = round, {}

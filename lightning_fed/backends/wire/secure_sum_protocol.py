@@ -105,7 +105,7 @@ def make_secrets() -> Secrets:
 
 
 def check_public(public: bytes) -> None:
-    """Raises ``SumError`` if the row published by a client contains a key unsuitable for a key exchange."""
+    """Raises ``SumError`` if a client's public keys contain a key unsuitable for a key exchange."""
     if len(public) != PUBLIC:
         raise SumError(f"the client's keys have {len(public)} bytes instead of {PUBLIC}")
     probe = os.urandom(KEY)
@@ -114,10 +114,10 @@ def check_public(public: bytes) -> None:
 
 
 def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least: int) -> None:
-    """Checks all clients' public keys (``peers``), before ``client`` with the keys ``own`` shares secrets.
+    """Checks all clients' public keys (``peers``) before a client shares secrets. ``own``: the client's keys.
 
-    Raises ``SumError`` if keys are missing or equal, or if ``least`` is not a majority: one half of the clients could
-    then restore the seed, and the other half the pairing secret.
+    Raises ``SumError`` if keys are missing or equal, or ``least``, the number of clients that can restore a secret, is
+    not a majority: one half of the clients could then restore the seed, and the other half the pairing secret.
     """
     if peers.get(client) != own:
         raise SumError("the client's own keys are missing from the keys of the sum")
@@ -178,12 +178,12 @@ def find_masks(
     least: int,
     context: bytes,
 ) -> tuple[Vector, list[Client]]:
-    """Computes the masks to subtract from a sum of masked vectors. ``zeros`` has the vectors' shape and dtype.
+    """Computes the sum of the masks, to subtract from a sum of masked vectors.
 
-    Returns the sum of all masks, and the clients with wrong but unneeded shares. ``shares`` maps
+    Returns also the clients that sent wrong shares. ``zeros`` has the vectors' shape and dtype. ``shares`` maps
     (client, peer) to a share: of the peer's seed if the peer's vector is in the sum, else of the pairing secret.
-    ``positions`` are indices among the clients that shared secrets. Raises ``SumError`` if too few clients remain or
-    restored secrets do not match the published rows.
+    ``positions`` are indices among the clients that shared secrets. Raises ``SumError`` if too few clients remain or a
+    restored secret does not match the peer's public key.
     """
     if len(shares) < least:
         raise SumError(f"{len(shares)} clients have answered, but {least} are necessary to unmask the sum")

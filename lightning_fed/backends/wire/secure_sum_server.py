@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 class ServerSum:
     """Server side of the secure sum of one round.
 
-    ``distrusted`` is the set of clients whose shares were unusable in an earlier sum. The object adds clients to the
-    set. ``peers`` maps clients that shared secrets to published rows, in the order used by all clients.
+    ``distrusted`` is the set of clients whose shares were unusable in an earlier sum; this sum may add clients.
+    ``peers`` maps clients that shared secrets to public keys, in the order used by all clients.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ServerSum:
         return {client: dict(zip(peers, rows, strict=True)) for client, rows in self._ask("open", peers, fields)}
 
     def _is_at_fault(self, client: Client, opened: Mapping[Client, Mapping[Client, bytes]]) -> bool:
-        """True if too few clients can decrypt the secret shares from ``client``. Also excludes the client."""
+        """True if too few clients could decrypt their shares of the client's secrets. Then also excludes the client."""
         missing = sum(rows[client] != OPENED for rows in opened.values())
         if not missing:
             return False

@@ -164,11 +164,11 @@ class Transport(ABC):
     def await_any(
         self, messages: dict[Client, Message], again: Callable[[Client], Packet], seconds: float
     ) -> tuple[Client, Answer] | None:
-        """Returns the next answer to any of the messages, and removes the message.
+        """Waits for the next answer to one of ``messages``. Returns the client and the answer.
 
-        A client without an answer within the time limit after the message, or without a connection, is also returned,
-        with the reason. After ``seconds`` without an answer, returns ``None``. ``again`` creates a client's packet
-        again after a restart.
+        The answered message is removed from ``messages``. After the time limit for an answer, or a lost connection, the
+        answer is the reason. If a client's process restarts, the message is sent again, in the packet
+        ``again(client)``. After ``seconds`` without an answer, returns ``None``.
         """
         self._count_late()
         end = time.monotonic() + seconds
@@ -234,7 +234,7 @@ class Transport(ABC):
 
 @dataclass
 class Message:
-    """Unanswered message: its connection, and the times of sending, of the last check, and of a lost connection."""
+    """Message without an answer. Times: when sent, when last checked, and since when the connection is lost."""
 
     client: Client
     kind: str

@@ -57,14 +57,14 @@ def find_outliers(
     trained: Mapping[Client, int] = MappingProxyType({}),
     computed: Mapping[Client, Mapping[str, float]] = MappingProxyType({}),
 ) -> dict[Client, str]:
-    """Finds clients whose values are far from the values of other clients. Returns the reason by client.
+    """Finds clients whose reported values are far from other clients' values. Returns the reason by client.
 
     At least three clients are compared. Each of these conditions is a reason:
 
     - A value differs from the median by more than 100 times the spread. The spread is the median distance to the
       median, but at least the median and 1.
     - Only this client's loss is negative, and far below the median.
-    - A count per example is above 10, and above 10 times the median.
+    - A count in a metric state, divided by the number of examples, is above 10 and above 10 times the median.
     - The number of examples is too large compared with other clients, or with the client's training examples.
     """
     outliers: dict[Client, str] = {}

@@ -78,9 +78,9 @@ def evaluate_data(
 ) -> EvaluationReport:
     """Runs the module's step and hooks over data like Lightning's evaluation, without callbacks and loggers.
 
-    Afterwards metrics, training modes and logs are restored. If ``keeps`` is false, changed parameters and buffers are
-    also restored. ``pool`` contains the processes that share the data. ``limit`` is the number or fraction of batches
-    per dataloader, by default the Trainer's.
+    Afterwards metrics, training modes and logs are restored. Unless ``keeps``, parameters and buffers are also
+    restored. ``pool`` is the group of processes, if several processes share the data. ``limit`` is the number or
+    fraction of batches per dataloader, by default the Trainer's.
     """
     limit = limit_of(trainer, stage) if limit is None else limit
     # Processes with shared data synchronise metrics, because a process may have no batches.
@@ -186,7 +186,7 @@ def evaluate_data(
 
 
 def _variances(module: L.LightningModule, report: EvaluationReport) -> dict[str, float]:
-    """Variances of a client's values by name, for values that are means over examples, such as an accuracy."""
+    """Sampling variances, by name, of a client's logged values that are means over examples, such as an accuracy."""
     count, metrics = report.num_samples, named_metrics(module)
     if count < 2:
         return {}
@@ -320,7 +320,8 @@ def _run_end(
     """Computes metrics and runs the epoch-end hook, with the merged states of several reports.
 
     ``attributes`` are set on the module before the hook, and read again afterwards. If the hook raises an error, the
-    values logged before the error are used. With ``is_muted`` and no names in ``wanted``, the hook does not run.
+    values logged before the error are used. If ``wanted``, the names of required values, is empty and ``is_muted``, the
+    hook does not run.
     """
     if is_muted and not wanted:
         return {}
@@ -369,7 +370,7 @@ def _run_end(
 def compute_states(
     module: L.LightningModule, reports: Mapping[Client, EvaluationReport]
 ) -> dict[Client, dict[str, float]]:
-    """Computes the value of each metric from the clients' metric states. Keys are client and :func:`state_key`."""
+    """Computes metric values from each client's metric states, by client and key (:func:`state_key`)."""
     values: dict[Client, dict[str, float]] = {}
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module))

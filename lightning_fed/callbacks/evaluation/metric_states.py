@@ -81,7 +81,7 @@ class MetricState:
 
 @dataclass(frozen=True)
 class StateRules:
-    """Rules for sending metric states to the server, as patterns for metric paths."""
+    """Patterns for metric paths: ``lists`` permits sending list states to the server, ``withheld`` forbids sending."""
 
     lists: Sequence[str] = ()
     withheld: Sequence[str] = ()
@@ -191,14 +191,14 @@ def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 class RunningValue(Tensor):
-    """Marks a metric's value before the last batch. Tensors computed from a marked tensor are also marked."""
+    """Marks a metric's value as computed before the last batch. Tensors computed from the value are also marked."""
 
 
 @contextmanager
 def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
-    """Context in which ``metric.compute()`` returns a :class:`RunningValue`, which depends on the order of batches.
+    """Context in which ``metric.compute()`` returns a :class:`RunningValue`, marked as a value for only some batches.
 
-    ``metric(...)`` still returns the value for one batch. Metrics with a running value are appended to ``traced``.
+    ``metric(...)`` still returns the value for one batch. Metrics with a marked value are appended to ``traced``.
     """
     metrics, depth = list(metrics), [0]
 
@@ -321,7 +321,7 @@ def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
 
 
 class MetricStates(dict[str, MetricState]):
-    """States of a module's metrics. Keys come from :func:`state_key`.
+    """Maps keys (metric path and dataloader, :func:`state_key`) to states of a module's metrics.
 
     Example:
         >>> from torchmetrics import MeanMetric
@@ -347,9 +347,10 @@ class MetricStates(dict[str, MetricState]):
         return merged
 
     def compute(self, metrics: Mapping[str, Metric], keys: Iterable[str]) -> dict[str, float]:
-        """Computes metric values for ``keys`` from the merged states. A metric with an error in ``compute`` is omitted.
+        """Computes values of metrics from the stored states. A metric with an error in ``compute`` is omitted.
 
-        Returns values by key (:func:`state_key`). Afterwards each metric has the merged state of all dataloaders.
+        A key (:func:`state_key`) names a metric and a dataloader. Returns values by key. Afterwards each metric has the
+        merged state of all dataloaders.
         """
         for name, metric in metrics.items():  # a metric can depend on other metrics, so all states are loaded first
             _write_state(metric, self.get(name))
@@ -435,7 +436,7 @@ def check_state(metric: Metric, state: MetricState) -> None:
 
 
 def share_of_cases(metric: Metric | None, state: MetricState | None, cases: int) -> float | None:
-    """Fraction of correct cases in an accuracy's state; ``None`` if some cases are not counted exactly once."""
+    """Fraction of correct cases in the state of an accuracy; ``None`` unless the state counts each case once."""
     is_binary = isinstance(metric, BinaryAccuracy)
     if state is None or not (is_binary or (isinstance(metric, MulticlassAccuracy) and metric.average == "micro")):
         return None

@@ -93,7 +93,7 @@ ALL, GLOBAL = "all", "global"
 
 
 def row_name(client: Client) -> str:
-    """Returns a client's name for a table. Names that could mean a number or the row for all clients get quotes."""
+    """Formats a client's name for a table. Quotes distinguish a string from a number, or from a summary row's name."""
     text = str(client)
     is_ambiguous = text in (ALL, GLOBAL) or text[:1] in ("'", '"') or text.removeprefix("-").isdecimal()
     return repr(client) if is_ambiguous else text
