@@ -16,8 +16,7 @@ class OptionError(ValueError):
 class BadUpdate(ValueError):
     """Raised for an invalid update. The client is excluded from the round, and the message is logged as the reason.
 
-    :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>` must raise this exception before any change to the
-    rule.
+    :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>` must raise this error before any change to the rule.
 
     Example:
         >>> raise BadUpdate("the client sends no prototypes")

@@ -50,8 +50,7 @@ def remembered_subclasses() -> Iterator[None]:
     """Caches the subclasses of each class until more modules are imported, so that recipes are parsed faster.
 
     If a string is given instead of a module, such as a network name, jsonargparse searches over a thousand subclasses
-    of ``nn.Module``. The context patches a private function of jsonargparse. If the function is missing, parsing is
-    slower.
+    of ``nn.Module``. The context patches a private function of jsonargparse. Without the function, parsing is slower.
     """
     search = getattr(_typehints, "get_all_subclass_paths", None)
     if search is None:

@@ -181,8 +181,7 @@ class ChannelRule(AveragingAggregator):
         """Observes a parameter's gradient in an optimizer step, before the correction. Returns a record, such as a sum.
 
         ``record`` is the return value from the visit's previous step; ``None`` in the first step. The gradient includes
-        the loss scale ``scale``. ``group`` is the optimizer's parameter group, and ``state`` the parameter's optimizer
-        state.
+        the loss scale ``scale``. ``group`` is the parameter's group in the optimizer, ``state`` the optimizer state.
         """
         return record
 

@@ -52,7 +52,7 @@ def loss_of(trainer: L.Trainer, module: L.LightningModule, batch: Any, number: i
 
 
 def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
-    """Raises an error with the name ``method`` of the federated method if the module uses manual optimization."""
+    """Refuses a module with manual optimization. The error contains the federated method's name, ``method``."""
     if not module.automatic_optimization:
         raise MisconfigurationException(
             f"{method} reads the loss from `training_step` in an additional pass over the data: use automatic"

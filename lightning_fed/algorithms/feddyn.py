@@ -63,7 +63,7 @@ class FedDyn(ChannelRule):
         self.alpha = check_positive("alpha", alpha)
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        r"""Computes :math:`g_i + \alpha x` for each entry: the terms that are constant during the visit."""
+        r"""Computes FedDyn's constant gradient terms by entry: the client's stored term plus :math:`\alpha x`."""
         corrections, gradients = {}, visit.memory["feddyn"]
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad:

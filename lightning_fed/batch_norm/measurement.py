@@ -1,7 +1,6 @@
 """Measurement of BatchNorm's running statistics on clients, and pooling on the server.
 
-Averaged running statistics do not match any model, because each client measures with different weights over few
-batches.
+Averaged running statistics do not match any model, because each client measures few batches with different weights.
 """
 
 from __future__ import annotations
@@ -410,7 +409,7 @@ def _check_size(inputs: BatchKey, batch: Any) -> Any:
 def store_statistics(
     local: LocalModel, client: Client, round: int, statistics: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
-    """Stores BatchNorm statistics on a client, measured in ``round`` with the model ``state``."""
+    """Stores a client's BatchNorm statistics, measured in ``round`` with the model ``state``, on the client."""
     client_state = {name: value for name, value in local.recall(client).items() if not name.startswith(STATISTICS)}
     client_state[STATISTICS] = _model_key(local, state)
     client_state |= {f"{STATISTICS}{name}": value.to(local.entries[name].dtype) for name, value in statistics.items()}

@@ -124,7 +124,7 @@ class UnseenData(RevertingCallback, FederatedCallback):
 
 
 def measure_unseen(trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-    """Measures BatchNorm statistics on ``batches`` before an evaluation, if the option ``unseen`` is "data"."""
+    """Measures BatchNorm statistics on ``batches`` before an evaluation, if the fit uses ``unseen="data"``."""
     for callback in federated_callbacks(trainer):
         if isinstance(callback, UnseenData):
             callback.measure(trainer, module, batches, step)

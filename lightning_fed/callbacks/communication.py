@@ -64,8 +64,8 @@ class CommunicationReport(FederatedCallback):
     ``comm/up_bytes``.
 
     ``comm/down_share`` and ``comm/up_share`` are logged every round: the bytes, divided by the bytes of federated
-    averaging. :meth:`table` shows means over clients and rounds per part; :attr:`rows` and :meth:`to_csv` contain
-    single rounds.
+    averaging. :meth:`table` shows means over clients and rounds per part; :attr:`rows` and :meth:`to_csv` have single
+    rounds.
 
     The callback's state in checkpoints is ``rows``, with the fields of :class:`Traffic` per round, client and part, and
     ``visits``, with visit counts for early rounds.

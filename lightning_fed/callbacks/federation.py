@@ -346,7 +346,7 @@ class Federation(TrainerCallback):
         return ask(self._fit, module, callback, clients, question, own)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context in which the module contains the model for validation: with weight averaging, the averaged model."""
+        """Context with the model for validation in the module: if the fit averages weights, the averaged weights."""
         return self._fit.averages_in_place()
 
     @property

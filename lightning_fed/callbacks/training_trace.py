@@ -140,8 +140,7 @@ def describe_labels(
 ) -> LabelDescription:
     """Describes the labels for a callback's pictures, from ``target`` and ``void`` or from a trial training step.
 
-    Names and colours come from :func:`declared_classes`. If labels are neither given nor found, an error names
-    ``callback``.
+    Names and colours come from :func:`declared_classes`. Without given or found labels, an error names ``callback``.
     """
     try:
         task = find_class_task(trainer, module, f"pass `{callback}` a `target`", target is None, allows_multilabel=True)

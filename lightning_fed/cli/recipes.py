@@ -1,4 +1,4 @@
-"""``lightning-fed recipes``: lists or prints the package's recipes."""
+"""``lightning-fed recipes``: lists or prints the package's recipes (training configurations in YAML)."""
 
 from __future__ import annotations
 

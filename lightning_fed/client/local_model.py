@@ -44,8 +44,7 @@ class LocalModel:
     """Loads clients' models into the user's module, one after another.
 
     Shared entries come from the broadcast, and frozen entries from the server. Personal entries come from the client's
-    store, or before the first visit from the server's initial values. Outside visits the module contains the global
-    model.
+    store, or before the first visit from the server's initial values. Outside visits the module has the global model.
 
     Tensors outside ``state_dict`` pass no information between visits: buffers start with the round's initial values,
     and parameters must not change. Tensors and layers added in a visit are removed after the visit, and restored after

@@ -137,9 +137,8 @@ class Population(ABC):
     ) -> Iterator[VisitBatch]:
         """Yields the batches of all visits in order: ``num_batches`` items per visit, or fewer if an item is an error.
 
-        After an error, or if the visit's ``fault`` is set, the caller ignores further items of the visit.
-
-        If ``isolated``, iterators of other calls continue unaffected, and ``drop_last`` has no effect. ``groups`` are
+        After an error, or if the visit's ``fault`` is set, the caller ignores further items of the visit. If
+        ``isolated``, iterators of other calls continue unaffected, and ``drop_last`` has no effect. ``groups`` are
         ranges of visit indices: the visits in a group yield their batches in turn. By default one visit follows
         another.
         """

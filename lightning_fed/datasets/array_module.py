@@ -106,7 +106,7 @@ class ArrayDataModule(LightningDataModule, ABC):
         return self.test_dataloader()
 
     def subset(self, split: Split, candidates: np.ndarray) -> np.ndarray:
-        """Draws `train_size`, `val_size` or `test_size` random indices from `candidates`, in their order."""
+        """Draws `train_size`, `val_size` or `test_size` random indices from `candidates`, without a change of order."""
         size = self._sizes[split]
         if size is None:
             return candidates

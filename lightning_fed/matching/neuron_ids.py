@@ -51,7 +51,7 @@ class UnionFind:
         return torch.tensor([self.find(neuron_id) for neuron_id in unique.tolist()], dtype=torch.int64)[inverse]
 
     def unite(self, first: Tensor, second: Tensor) -> None:
-        """Marks the ids at equal positions in two broadcast tensors as one neuron. Skips the id for constants."""
+        """Marks the ids at equal positions in two expanded tensors as one neuron. Skips the id for constants."""
         expanded = first + torch.zeros_like(second), second + torch.zeros_like(first)
         pairs = torch.stack([ids.reshape(-1) for ids in expanded], 1)
         for left, right in torch.unique(pairs, dim=0).tolist():

@@ -99,8 +99,8 @@ class WeightedMean:
         """Returns the weighted mean of all added states, in the dtype of each entry.
 
         ``base``, the state before the round, is required if clients sent only some rows of an entry. For an entry
-        missing from a state, the value is from ``base``, or 0 without ``base``. Raises ``ValueError`` if no weight is
-        positive.
+        missing from a state, the value is from ``base``, or 0 without ``base``. Raises ``ValueError`` without a
+        positive weight.
         """
         if self.total <= 0:
             raise ValueError("Expected at least one state with a positive weight before `mean`.")

@@ -106,8 +106,7 @@ class RoundLoop:
     def attach(self, module: L.LightningModule, partition: Partition | None) -> None:
         """Replaces methods of module and Trainer until :meth:`detach`. ``partition`` splits the data into clients.
 
-        Raises an error for invalid Trainer settings, missing data, or a ``partition`` although the data are already
-        split.
+        Raises an error for invalid Trainer settings, missing data, or a ``partition`` for data that are already split.
         """
         fit, trainer, self._partition = self.fit, self.fit.trainer, partition
         revert = fit.changes.callback
@@ -187,7 +186,7 @@ class RoundLoop:
         self.is_ready = True
 
     def start_fit(self) -> None:
-        """Prepares the module for rounds, once per fit. Refuses ``visits="fused"`` if fused visits are not possible."""
+        """Prepares the module for rounds, once per fit. Refuses ``visits="fused"`` (a faster loop) if not possible."""
         fit = self.fit
         if self._is_started:
             return

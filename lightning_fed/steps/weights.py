@@ -10,7 +10,7 @@ from lightning_fed.steps.update_step import UpdateStep
 
 
 class WeightStep(UpdateStep, ABC):
-    """Base class for changing a client's number of examples, the client's weight in an average."""
+    """Base class for steps that change a client's number of examples (the client's weight in an average)."""
 
     @abstractmethod
     def weight(self, num_samples: int) -> int:

@@ -50,7 +50,7 @@ class Estimate:
         return np.asarray(2 * np.where(np.isinf(self.degrees), ndtr(ratio), stdtr(self._finite_degrees(), ratio)))
 
     def detectable(self, level: float = 0.95, power: float = 0.8) -> Floats:
-        """Smallest true difference that is significant with probability ``power``."""
+        """Smallest true difference found significant (at ``level``) with probability ``power``."""
         limit = self._quantile((1 + level) / 2)
         # The ratio to the standard error has a noncentral t distribution.
         center = nctdtrinc(self._finite_degrees(), 1 - power, limit)
@@ -74,7 +74,9 @@ class RandomEffects(Estimate):
 
 
 def paired_sums(first: ArrayLike, second: ArrayLike, shift: float = SHIFT) -> Floats:
-    """Sums over two models' scores ``(..., n)`` minus ``shift``: n, two sums, two sums of squares, sum of products.
+    """Sums over two models' scores ``(..., n)``: n, two sums, two sums of squares, and sum of products.
+
+    ``shift``, by default 0.5, is first subtracted from every score.
 
     Example:
         >>> paired_sums([0.5, 1.0], [0.5, 0.5]).tolist()

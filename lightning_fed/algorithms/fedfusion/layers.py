@@ -1,4 +1,4 @@
-"""Layers that add FedFusion to a network (section 3): L = C . F . (E_l, E_g), with the operator F at one layer."""
+"""Layers that add FedFusion to a network (section 3): an operator F fuses local and global features at one layer."""
 
 from __future__ import annotations
 

@@ -222,8 +222,7 @@ class FedMA(Aggregator):
 
         If the global model is wider than the client's model, the client receives the global neurons matched with the
         client's neurons. A client without matched neurons, after missing the last pass, receives the neurons shared by
-        most clients. A client that still stores its model from the last pass receives only the entries changed since
-        then.
+        most clients. A client that still stores its model from the last pass receives only entries changed since.
         """
         current, last, client = self._pass(self._info.round), self._last_pass, request.client
         if current.stage:

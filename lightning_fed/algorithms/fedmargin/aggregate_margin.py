@@ -92,6 +92,6 @@ class AggregateMeanMargin(Float64States):
         self.counts = self.counts + counts
 
     def compute(self) -> Tensor:
-        """Returns the margin, or NaN for fewer than two classes."""
+        """Returns the mean margin between the class prototypes; NaN for fewer than two classes."""
         prototypes = class_prototypes(self.sums, self.counts, dtype=torch.float64)
         return aggregate_mean_margin(prototypes, self.kind, normalize=self.normalize).to(self.dtype).to(self.device)

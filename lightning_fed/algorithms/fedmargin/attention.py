@@ -28,8 +28,7 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
 
     "sum" clamps negative margins to 0 ("semantic" margins are never negative). The softmax scale :math:`s` is the mean
     absolute margin. Both kinds are independent of the feature scale. Missing margins are replaced by the mean of the
-    other margins (after clamping). If all margins are equal, or all are missing, all attention weights are exactly
-    equal.
+    other margins (after clamping). If all margins are equal, or all are missing, all attention weights are equal.
 
     Args:
         margins: Prototype margin for each client, shape ``(K,)``; NaN if missing.

@@ -1,4 +1,4 @@
-"""Margins between class prototypes: LPM and APM of a client, AMM of the aggregate (FedMargin, reconstruction).
+"""Margins between class prototypes (FedMargin, reconstruction): local (LPM), aggregate (APM) and mean (AMM) margins.
 
 Crammer, Gilad-Bachrach, Navot and Tishby, "Margin Analysis of the LVQ Algorithm", NIPS 2002 (hypothesis margin); Nova
 and Estevez, "A review of learning vector quantization classifiers", 2014 (relative distance).
@@ -94,7 +94,7 @@ def local_prototype_margin(
     Args:
         after: Prototypes after local training.
         before: Prototypes with the downloaded weights on the same examples, or prototypes from the client's last visit.
-        margin: Kind of margin per class, see :func:`class_margins`.
+        margin: Kind of margin SPM per class, see :func:`class_margins`.
         class_reduction: Reduction over classes: mean, sum, mean weighted by the counts in ``after``, or maximum.
         fallback: Prototypes of other classes for a client with a single class, see :func:`class_margins`.
 

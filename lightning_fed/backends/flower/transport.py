@@ -70,8 +70,8 @@ class FlowerTransport(Transport):
     """Sends packets over Flower's grid. After each connection, asks the node for the names of its clients.
 
     ``bound`` maps a client to the only permitted node: a public key (text of a ``.pub`` file) or Flower's node number.
-    Other nodes receive no messages for the client. If ``bound`` is ``None``, the first node that names a client serves
-    the client.
+    Other nodes get no messages for the client. If ``bound`` is ``None``, the first node that names a client serves the
+    client.
     """
 
     def __init__(

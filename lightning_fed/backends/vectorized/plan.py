@@ -106,8 +106,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 class Fastest(VisitsAtOnce):
     """``visits="fastest"``: uses the number of simultaneous clients measured as fastest for model, cohort and device.
 
-    The measurements are constants in the package. Fits on equal devices, and resumed fits, therefore use the same
-    number.
+    The package contains the measurements. Fits on equal devices, and resumed fits, therefore use the same number.
     """
 
     clients = 64

@@ -62,7 +62,7 @@ SEALED = NONCE + 2 * SECRET + 16
 class SumError(ValueError):
     """Raised, with a reason, if a secure sum fails. The reason never contains received data.
 
-    ``dealer`` is the client with seemingly faulty shares. If many other clients send false reports, ``dealer`` may be
+    ``dealer`` is the client with seemingly faulty shares. After false reports by many other clients, ``dealer`` may be
     honest.
     """
 
@@ -92,7 +92,7 @@ class Secrets:
 
 @dataclass(frozen=True)
 class Share:
-    """Shares of the two secrets of a client (``pairing`` and ``seed``), 16 bytes each."""
+    """One client's shares of the two secrets (``pairing`` and ``seed``) of another client, 16 bytes each."""
 
     pairing: bytes
     seed: bytes
