@@ -65,7 +65,7 @@ class FederatedTrainer(L.Trainer):
         else:
             given = [name for name, value in options.items() if value != defaults[name].default]
             if given:
-                raise ValueError(f"Expected `federation` or its arguments, but got `federation` and {given}.")
+                raise ValueError(f"Expected either `federation` or its arguments, but got `federation` and {given}.")
         if max_rounds is not None:
             if kwargs.get("max_epochs") is not None:
                 raise ValueError("Expected one of `max_rounds` and `max_epochs`, which mean the same, but got both.")

@@ -55,8 +55,8 @@ def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
     """Refuses a module with manual optimization. The error contains the federated method's name, ``method``."""
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            f"{method} reads the loss from `training_step` in an additional pass over the data: use automatic"
-            " optimization."
+            f"{method} calls `training_step` in an additional pass over the data to read the loss, but manual "
+            "optimization would train the model in this pass: use automatic optimization."
         )
 
 

@@ -51,7 +51,9 @@ class Attack:
         if not isinstance(self.clients, int):
             return frozenset(self.clients)
         if self.clients > len(population):
-            raise OptionError(f"Expected `clients` to be at most {len(population)}, but got {self.clients}.")
+            raise OptionError(
+                f"Expected `clients` to be at most {len(population)} (all clients), but got {self.clients}."
+            )
         return frozenset(population[position] for position in _draw(len(population), self.clients, self.seed))
 
     def check_clients(self, population: Sequence[Client]) -> None:

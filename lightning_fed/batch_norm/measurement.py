@@ -98,7 +98,7 @@ def warn_of_monitors(fit: FederatedFit) -> None:
     names = [name for name in monitored_names(fit) if not name.startswith(("fed/", "client/", "comm/", "train"))]
     if names and fit.record_warning("monitor"):
         _log.warning(
-            "%r is a value of the global model, for which %s, because each client has its own BatchNorm statistics. "
+            "The monitored %r is a value of the global model, but each client has separate BatchNorm statistics: %s. "
             "Pass validation data by client, and monitor %r, the mean over the clients' models.",
             names[0],
             _SERVES[fit.batch_norm.unseen],
@@ -233,10 +233,10 @@ def _record_shift(
     first, shift, excess = _find_first_shift(fit, measured, shifts)
     if fit.batch_norm.treatment == "recalibrate" and excess > LARGE_SHIFT and fit.record_warning("shift"):
         _log.warning(
-            "Pooled BatchNorm statistics may not fit the clients, because the clients' inputs differ: %.0f %% of the"
-            " variance in the inputs of the first BatchNorm layer, %r, is between the clients."
-            " batch_norm=LocalStatistics() gives every client separate statistics;"
-            " `lightning_fed.modules.to_group_norm` (norm='group' in the ready tasks) needs no statistics.",
+            "Pooled BatchNorm statistics may not fit the clients: %.0f %% of the variance in the inputs of the first "
+            "BatchNorm layer, %r, comes from differences between clients. Choose separate statistics for each client "
+            "(batch_norm=LocalStatistics()), or layers without statistics (`lightning_fed.modules.to_group_norm`, or "
+            "norm='group' in the ready tasks).",
             100 * shift,
             first,
         )
@@ -273,7 +273,7 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
             else "the clients share pooled statistics"
         )
         _log.info(
-            "BatchNorm: %.0f %% of the variance in the inputs of the first layer, %r, is between the clients: %s.",
+            "BatchNorm: %.0f %% of the input variance in the first layer, %r, comes from client differences: %s.",
             100 * shift,
             first,
             text,
@@ -282,8 +282,8 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
     elif fit.record_warning("undecided"):
         _log.info(
             "%d clients have reported BatchNorm statistics. To choose separate or pooled statistics, the server needs "
-            "reports from %d clients, in the first round also from half of the round's clients. Until then all clients "
-            "use the latest pooled statistics.",
+            "reports from at least %d clients (in the first round, also from half of the round's clients). Until then "
+            "all clients use the latest pooled statistics.",
             len(measured),
             max(2, fit.server.min_clients),
         )
@@ -323,9 +323,9 @@ def load_own_model(
                 statistics = {}
                 if fit.record_warning("stale"):
                     _log.warning(
-                        "The stored BatchNorm statistics of client %r belong to other weights, and its training data "
-                        "are not available to measure again: %s for this client, and for other clients in this "
-                        "situation.",
+                        "The stored BatchNorm statistics of client %r were measured with other weights, and cannot be "
+                        "measured again without training data. For this client, and other clients without data, "
+                        "%s.",
                         client,
                         _SERVES[fit.batch_norm.unseen],
                     )
@@ -567,10 +567,10 @@ def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> Non
     )
     if remaining > _MOST_LEFT:
         _log.warning(
-            "The running statistics of BatchNorm layers are averaged, but after a visit of %d batches the old values "
-            "still have a weight of %.0f %%, so evaluation can fail although the training loss decreases. "
-            "batch_norm='recalibrate' measures the statistics with the averaged model; "
-            "`lightning_fed.modules.to_group_norm` needs no statistics.",
+            "Averaged BatchNorm statistics change too slowly: after a visit of %d batches, the values from before the "
+            "visit still have a weight of %.0f %%. The global model may therefore score badly while the training loss "
+            "decreases. Measure the statistics with the averaged model (batch_norm='recalibrate'), or use layers "
+            "without statistics (`lightning_fed.modules.to_group_norm`).",
             batches,
             100 * remaining,
         )

@@ -214,7 +214,7 @@ def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
         except Exception as fault:  # data and steps may raise any exception outside a fit
             error = error or fault
     assert error is not None
-    raise _Unproven(f"a trial of the step before training failed ({describe(error)})") from error
+    raise _Unproven(f"a trial of the training step failed ({describe(error)})") from error
 
 
 def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Callable[[], Any]) -> TrainingTrace | None:

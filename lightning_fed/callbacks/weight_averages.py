@@ -165,9 +165,9 @@ class WeightAverages(FederatedCallback):
         if not self.has_steps:
             if self._methods[0].original(step_idx=step_idx):
                 raise MisconfigurationException(
-                    f"Expected {self._name}.should_update to be true for a `step_idx` below {len(_TRIED_STEPS[0])} or "
-                    "for none, because clients send the average from the first round, but the method is true for "
-                    f"{step_idx} (and false for all tried numbers): {_AFTER_ROUNDS}."
+                    f"Expected {self._name}.should_update to be true for a `step_idx` below {len(_TRIED_STEPS[0])}, "
+                    "or always false, because clients send the average from the first round, but the first true value "
+                    f"is for {step_idx}: {_AFTER_ROUNDS}."
                 )
             return False
         steps = self._base + trainer.global_step - self._first_step

@@ -245,7 +245,7 @@ class FolderStore(ClientStore):
             raise ValueError("The checkpoint contains the client state: set store=None.")
         self._run = state.get("run")
         if self._run is not None and (type(self._run) is not int or self._run < 0):
-            raise ValueError(f"Expected a number for the store's run in the checkpoint, but got {self._run!r}.")
+            raise ValueError(f"Expected the store's `run` in the checkpoint to be a number, but got {self._run!r}.")
         if self._run is not None and self._oldest.exists() and round < int(self._oldest.read_text()):
             raise ValueError(
                 f"The folder {str(self.folder)!r} no longer contains the client state after {round} rounds, but only "

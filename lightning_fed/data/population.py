@@ -424,9 +424,9 @@ def check_class_numbers(known: KnownClasses, client: Client | None, data: Any, s
         else:
             continue
         raise ValueError(
-            f"Expected one number for each class, but {fault}: use the same `class_to_idx` in every data set,"
-            " for example with empty folders for missing classes and `allow_empty=True`, or by a"
-            " `target_transform`, and delete an outdated attribute."
+            f"Expected each class to have one number, but {fault}: use the same `class_to_idx` in every data set "
+            "(for example, with empty folders for missing classes and `allow_empty=True`), or change the numbers by a "
+            "`target_transform` and delete the outdated `class_to_idx`."
         )
 
 

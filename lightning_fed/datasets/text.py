@@ -28,7 +28,9 @@ def encode_text(text: str, vocabulary: str) -> Tensor:
     numbers = {character: number for number, character in enumerate(vocabulary)}
     codes = [numbers.get(character, numbers.get(" ", -1)) for character in text]
     if -1 in codes:
-        raise ValueError("Expected `vocabulary` to have every character, or a space, but it has neither.")
+        raise ValueError(
+            "Expected `vocabulary` to contain all characters, or a space to replace others, but got neither."
+        )
     return torch.tensor(codes, dtype=torch.int64)
 
 

@@ -92,9 +92,9 @@ def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
     if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy if is_alone else ClientSharing):
         raise MisconfigurationException(
             "`Federation` trains the clients of a round one after another in one process, but the Trainer has "
-            f"{trainer.world_size} processes: use strategy='client_parallel', which divides the clients, `devices=1`, "
-            "or strategy='ddp' inside one client, with `partition=IID(1)`, averaging, optimizer_state='keep' "
-            "and batch_norm='average'."
+            f"{trainer.world_size} processes: use strategy='client_parallel' (divides the clients), `devices=1`, or, "
+            "for a single client (`partition=IID(1)`), strategy='ddp' with averaging, optimizer_state='keep' and "
+            "batch_norm='average'."
         )
 
 
@@ -127,9 +127,9 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
 
 def _refuse_window(window: int, odd: str, between: str) -> None:
     raise MisconfigurationException(
-        f"Gradients of {window} batches are accumulated, and {odd}: the last accumulation window would span two "
-        f"{between}. Set `local_steps` to a multiple of {window} (without stragglers), or use a {window} times larger "
-        f"batch size instead of `accumulate_grad_batches={window}`."
+        f"Expected `accumulate_grad_batches={window}` to divide the number of batches, but {odd} batches: a step "
+        f"would use batches from two {between}. Set `local_steps` to a multiple of {window} (without stragglers), or "
+        f"use a {window} times larger batch size instead."
     )
 
 
@@ -164,8 +164,8 @@ def validate_after_rounds(
     trainer.val_check_interval, trainer.check_val_every_n_epoch = 1.0, rounds
     if trainer.is_global_zero:
         _log.info(
-            "val_check_interval=%r: validation follows every %d. round, because inside a round the module contains "
-            "the model of one client.",
+            "val_check_interval=%r: the number of rounds between validations is %d, because inside a round the module "
+            "contains the model of one client.",
             interval,
             rounds,
         )

@@ -125,10 +125,10 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
 def warn_of_filled(names: Collection[str]) -> None:
     """Warns that visits changed buffers with NaN or infinite initial values: such buffers are not sent."""
     _log.warning(
-        "The clients' visits write into %d buffers that are not sent, because the buffers held NaN or infinite "
-        "values at the start (%s). The written values are lost: the global model keeps its initial values, or values "
-        "written in validation. To average the buffers, set finite values before the fit. To keep separate values on "
-        "each client, name the buffers in `personal`. To silence this warning, name the buffers in `frozen`.",
+        "Visits write into %d buffers that are not sent, because the buffers started with NaN or infinite values "
+        "(%s). The written values are lost. To average the buffers, set finite values before the fit. To keep separate "
+        "values on each client, name the buffers in `personal`. To discard the values without this warning, name the "
+        "buffers in `frozen`.",
         len(names),
         _first(sorted(names)),
     )

@@ -361,7 +361,7 @@ class FederatedFit:
         missing = [name for name in _SAVED if name not in state]
         if missing:
             raise MisconfigurationException(
-                f"Expected a checkpoint from this version, but got one without {missing}: use the saving version."
+                f"Expected a checkpoint from this version, but {missing} are missing: use the version that saved it."
             )
         for name in _SAVED:
             setattr(self, name, state[name])

@@ -81,7 +81,7 @@ def check_stages(choice: StageChoice) -> StageChoice:
         is_right = choice == "auto" or (isinstance(choice, int) and not isinstance(choice, bool) and choice >= 1)
     if not is_right:
         raise OptionError(
-            "Expected `stages` to be 'auto', a positive integer or a list of patterns for each stage, but got"
+            "Expected `stages` to be 'auto', a positive integer, or a list with the patterns of each stage, but got"
             f" {choice!r}."
         )
     return choice

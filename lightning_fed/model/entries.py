@@ -208,9 +208,9 @@ def _check_optimizers(owner: str, optimizers: Iterable[Optimizer], saved: Iterab
             if tensor.requires_grad and tensor.numel() and tensor not in known and _memory(tensor) not in memories:
                 raise OptionError(
                     f"Expected {type(optimizer).__name__} to train tensors with an entry in `{owner}.state_dict()`, "
-                    f"but got a tensor of shape {tuple(tensor.shape)} without an entry, so the server would never "
-                    "receive the tensor: make the tensor an `nn.Parameter` of the module, and register layers as "
-                    "attributes or in an `nn.ModuleList`; a loss with parameters must be an `nn.Module`."
+                    f"but a trained tensor of shape {tuple(tensor.shape)} has no entry, so the server would never "
+                    "receive the tensor. Make the tensor an `nn.Parameter` of the module, put layers into attributes "
+                    "or an `nn.ModuleList`, and write a loss with parameters as an `nn.Module`."
                 )
 
 

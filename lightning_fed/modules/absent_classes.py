@@ -50,7 +50,7 @@ def absent_class_loss(
     seen = target[is_labelled].unique().tolist()  # type: ignore[no-untyped-call]
     known = set(range(num_classes)) if classes is None else set(classes) & set(range(num_classes))
     if not known.issuperset(seen):
-        raise ValueError(f"Expected only classes of {sorted(known)} or {unlabelled} in `target`, but got {seen}.")
+        raise ValueError(f"Expected `target` to contain only {sorted(known)} or {unlabelled}, but got {seen}.")
     labels = torch.tensor(sorted(seen if classes is None else known), dtype=torch.int64, device=logits.device)
     is_absent = torch.ones(num_classes, dtype=torch.bool, device=logits.device).index_fill_(0, labels, False)
     log_shares = at_least_float32(logits).log_softmax(1)  # a sum over pixels would overflow float16

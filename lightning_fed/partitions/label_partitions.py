@@ -58,7 +58,9 @@ class LabelPartition(NumberedPartition):
             labels = labels_of(dataset, self.label_fn, ignore_index=self.ignore_index, background=self.background)
         except NoLabels as error:
             name, number = type(self).__name__, self.num_clients
-            raise NoLabels(f"`{name}` needs labels and found none; without labels: `IID({number})`. {error}") from None
+            raise NoLabels(
+                f"`{name}` needs labels, but found none: use `IID({number})`, or add labels. {error}"
+            ) from None
         return self.assign_by_label(labels, seed)
 
 

@@ -78,8 +78,8 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
         indices = {client: np.sort(client_indices) for client, client_indices in indices.items()}
     if batch_size is None:
         _log.warning(
-            "%s is divided batch by batch: a client's step uses only the client's part of a batch, so batches are "
-            "smaller. For full batches, give each client its own loader in a FederatedDataModule.",
+            "Batches from %s are divided among the clients: a step uses only one client's part of a batch, so batches "
+            "are smaller. For full batches, give each client a separate loader in a FederatedDataModule.",
             type(sampler).__name__,
         )
     parts = client_subsets(loader.dataset, indices, partial(partition.transform, seed=seed))

@@ -63,7 +63,9 @@ class Budget:
         check_count("population", self.population)
         check_count("cohort", self.cohort)
         if self.cohort > self.population:
-            raise ValueError(f"Expected `cohort` to be at most {self.population}, but got {self.cohort}.")
+            raise ValueError(
+                f"Expected `cohort` to be at most `population` ({self.population}), but got {self.cohort}."
+            )
         check_positive("noise_multiplier", self.noise_multiplier)
         check_inside("delta", self.delta)
         if self.sampling == "fixed" and self.accountant == "pld":

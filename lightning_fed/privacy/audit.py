@@ -75,7 +75,9 @@ def audit_mean(
         True
     """
     if not 1 <= check_count("num_canaries", num_canaries) <= budget.population:
-        raise ValueError(f"Expected `num_canaries` to be at most {budget.population}, but got {num_canaries}.")
+        raise ValueError(
+            f"Expected `num_canaries` to be at most {budget.population} (all clients), but got {num_canaries}."
+        )
     half = int(share * num_canaries / 2)
     if not 1 <= half <= num_canaries // 2:
         raise ValueError(f"Expected `share` to give 2 to {num_canaries} guesses, but got {share}.")

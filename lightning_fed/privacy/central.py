@@ -198,8 +198,8 @@ class CentralDP(UpdateStep):
         twice = 2 * self.count_noise * self.budget.cohort / self.sensitivity
         if z >= twice:
             raise OptionError(
-                f"Expected a noise multiplier below {twice:g}, twice the noise of the adaptive clip's count, but got"
-                f" {z:g}: use more clients per round."
+                f"Expected a noise multiplier below {twice:g} with adaptive=True, because the count of clipped updates "
+                f"spends a part of epsilon, but got {z:g}: use more clients per round."
             )
         return float((z**-2 - twice**-2) ** -0.5)
 
@@ -475,7 +475,7 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
     if loss_scaler(trainer) is not None:
         raise MisconfigurationException(
             f"Expected precision='bf16-mixed' or '32-true' with differential privacy, but got {trainer.precision!r}, "
-            "whose loss scale depends on clients without noise."
+            "whose loss scale reveals the clients' gradients without noise."
         )
 
 

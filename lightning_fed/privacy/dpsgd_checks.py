@@ -77,8 +77,8 @@ def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedC
         )
     if federation.server.chain.reveals == "model":
         raise MisconfigurationException(
-            "Expected only one of `DPSGD` and `CentralDP`, but got both: `DPSGD` accounts for the clients' step "
-            "counts, which `CentralDP` hides."
+            "Expected only one of `DPSGD` and `CentralDP`, but got both: `DPSGD` computes epsilon from the "
+            "clients' step counts, which `CentralDP` hides."
         )
     for callback in federated_callbacks(trainer):
         if callback is own or getattr(callback, "keeps_privacy", False):

@@ -62,7 +62,7 @@ class Ring:
         if levels < _LEAST_LEVELS:
             raise OptionError(
                 f"Expected at most {(_SIZE // 2 - 1) // _LEAST_LEVELS // self.max_weight:,} clients in a secure sum"
-                f" with weights of up to {self.max_weight:,}, but got {self.clients:,}: 32 bits do not suffice. Use"
+                f" of 32-bit integers with weights up to {self.max_weight:,}, but got {self.clients:,} clients: use"
                 " fewer clients per round or smaller weights."
             )
 
@@ -83,8 +83,8 @@ class Ring:
         length = self.clip - math.sqrt(size) / self.scale
         if length < self.clip / 2:
             raise OptionError(
-                f"Expected a smaller model or fewer clients in a secure sum: the rounding error of {size:,} entries can"
-                f" reach half the clip, with {self.clients:,} clients and weights of up to {self.max_weight:,}."
+                f"Expected a rounding error below half of `clip` in a secure sum, but {size:,} numbers from each of "
+                f"{self.clients:,} clients may exceed this: use a smaller model, or fewer clients per round."
             )
         return length
 

@@ -57,9 +57,9 @@ def check_changes(module: object, planned: PlannedVisit, received: State, state:
         return
     change = "changes no parameter or buffer"
     if resized:
-        change = f"changes the shape of {resized[0]!r}, but the server averages entries of equal shapes"
+        change = f"changes the shape of {resized[0]!r}"
     raise MisconfigurationException(
-        f"{type(module).__name__} has no optimizer, and the visit of client {planned.visit.client!r} {change}: collect "
-        "values in a buffer with a fixed shape, not in a list (`register_buffer` before `fit`, then for example a "
-        "running mean in `training_step`). With a single client, `on_train_epoch_end` may fill a buffer from a list."
+        f"Expected visits to change buffers of fixed shapes, because {type(module).__name__} has no optimizer, but the "
+        f"visit of client {planned.visit.client!r} {change}: use a buffer (`register_buffer` before `fit`, "
+        "then for example a running mean). With a single client, `on_train_epoch_end` may fill a buffer from a list."
     )

@@ -366,9 +366,9 @@ class RoundLoop:
                 self.start_epoch()  # Lightning omits the hook in a resumed epoch
             elif num_trained or self.fit.rounds > self.fit.trainer.current_epoch:
                 raise MisconfigurationException(
-                    f"The checkpoint contains round {round_number(self.fit.trainer.current_epoch)}, but not its "
-                    "validation, or not its last batches (one client): resume with the same clients and options, and a "
-                    "Trainer that validates like the Trainer that saved the checkpoint."
+                    f"The checkpoint was saved inside round {round_number(self.fit.trainer.current_epoch)} (before the "
+                    "validation, or before the last batch of a single client), which this fit cannot continue: resume "
+                    "with the clients, options and validation settings of the fit that saved the checkpoint."
                 )
             self.fit.cohort = cohort
             if self._find_new_entries() and self.plan.loader is not RoundLoader:

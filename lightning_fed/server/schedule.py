@@ -202,7 +202,7 @@ class Schedule:
         for client in always:
             if client not in chosen:
                 if client not in clients:
-                    raise OptionError(f"Expected {client!r} among the clients, needed in every round, but got none.")
+                    raise OptionError(f"Expected the rule's trusted client {client!r}, but no client has this name.")
                 visits.append(self._visit(round, client, False))
         return Cohort(tuple(visits), tuple(dropped))
 

@@ -371,7 +371,7 @@ class Server(ServerInterface):
             length = distance(update.state, sent, names) or 0.0
             self.report.norms[update.client] = length
         if not length <= _FARTHEST * self._length:
-            raise BadUpdate(f"the client's update has norm {length:.3g}, but the model has norm {self._length:.3g}")
+            raise BadUpdate(f"the client's update has norm {length:.3g}, far above the model's norm {self._length:.3g}")
 
     def _take_back(self, client: Client, reason: str, error: Exception | None = None) -> bool:
         report = self.report

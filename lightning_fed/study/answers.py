@@ -63,7 +63,7 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
     if "scores" in kinds:
         return "scores", _answer_scores(runs, first["patients"], min_support)
     if "replicates" not in kinds:
-        raise MisconfigurationException("Expected one kind of score in every run, but some scores are all NaN.")
+        raise MisconfigurationException("Expected every run to have valid scores, but all scores of some runs are NaN.")
     count = len(first["cases"] if first["patients"] is None else set(first["patients"]))
     return "replicates", _answer_replicates(runs, count, min_support)
 

@@ -197,7 +197,7 @@ class SiteStudy(AskableCallback):
         model, seed, models, seeds = self._read_question(question)
         federation = find_federation(trainer)
         if (model, seed) != (self.model, federation.schedule.seed):
-            raise ClientFault(f"the client's program has the model {self.model!r} or another seed")
+            raise ClientFault(f"the request is for another model or seed than the client's program ({self.model!r})")
         reveals = federation.server.chain.reveals
         loaders = loaders_of(trainer, self.stage)
         if client not in loaders:
@@ -279,7 +279,7 @@ def _check_sum(content: dict[str, Any], question: Mapping[str, Any]) -> None:
     # Sums with many values would reveal the terms of single sites.
     models, seeds = question["models"], question["seeds"]
     if models[-1:] != [LOCAL] or len({*models}) < len(models) or seeds != sorted({*seeds}):
-        raise ClientFault("the request has models or seeds in another order, or twice")
+        raise ClientFault("the request lists models or seeds in the wrong order, or more than once")
     name, tau_squared = _name_sum(question), dict(zip(models, question["tau_squared"], strict=False))
     if question["sum"] != name:
         raise ClientFault("the request gives a wrong name for the sum")

@@ -156,7 +156,7 @@ def test_options_that_cannot_be(make, message):
 
 def test_modules_it_cannot_work_with(federated_trainer):
     clients = models.as_datasets(models.vectors(SIZES))
-    with pytest.raises(MisconfigurationException, match=r"FedALA reads the loss .* use automatic optimization"):
+    with pytest.raises(MisconfigurationException, match=r"FedALA calls `training_step` .* use automatic optimization"):
         federated_trainer(max_rounds=1, method="fedala").fit(models.ManualModule(models.mlp()), clients)
     with pytest.raises(MisconfigurationException, match=r"shared trainable layers \(2\), but got 3"):
         federated_trainer(max_rounds=1, method="fedala:num_layers=3").fit(models.Module(models.mlp()), clients)

@@ -119,7 +119,9 @@ def test_clients_without_a_loss_are_left_out(federated_trainer):
 
 def test_modules_it_cannot_work_with(federated_trainer):
     clients = models.as_datasets(models.vectors())
-    with pytest.raises(MisconfigurationException, match=r"q-FedAvg reads the loss .* use automatic optimization"):
+    with pytest.raises(
+        MisconfigurationException, match=r"q-FedAvg calls `training_step` .* use automatic optimization"
+    ):
         federated_trainer(max_rounds=1, method="qffl").fit(models.ManualModule(models.mlp()), clients)
 
     def two_rates(parameters):

@@ -533,7 +533,7 @@ REFUSED = {
     "outputs in parts": (lambda: of_a_body(part_of_the_outputs), NONE),
     "two heads": (lambda: of_a_body(two_heads), r"but the layers \['projector', 'other'\] do"),
     "by hand": (by_hand, "but manual optimization does not allow a trial step"),
-    "fails": (lambda: of_a_body(needs_a_fit), r"a trial of the step before training failed \(KeyError: 'known'\)"),
+    "fails": (lambda: of_a_body(needs_a_fit), r"a trial of the training step failed \(KeyError: 'known'\)"),
 }
 
 

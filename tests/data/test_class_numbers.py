@@ -29,9 +29,11 @@ PLACES = {
 @pytest.mark.parametrize("other", [("dog",), ("cat", "cow", "dog"), ("dog", "cat")])
 def test_other_numbers_are_refused_at_once(place, other):
     clients = {"a": PLACES[place](folder("cat", "dog")), "b": PLACES[place](folder(*other))}
-    with pytest.raises(ValueError, match=r"one number for each class, but .* at client 'a' and .* at client 'b': use"):
+    with pytest.raises(
+        ValueError, match=r"each class to have one number, but .* at client 'a' and .* at client 'b': use"
+    ):
         FederatedDataModule(clients)
-    with pytest.raises(ValueError, match="one number for each class"):
+    with pytest.raises(ValueError, match="each class to have one number"):
         FederatedDataModule(list(clients.values()))
 
 
@@ -51,7 +53,7 @@ def test_of_clients_that_are_built_later_the_second_is_left_out(place, tmp_path)
     trainer.fit(models.Module(models.mlp()), datamodule=FederatedDataModule(clients))
     report = trainer.federation.server.report
     assert list(report.received) == ["a", "c"]
-    assert "one number for each class" in str(report.failed["b"])
+    assert "each class to have one number" in str(report.failed["b"])
 
 
 def test_data_without_names_of_classes_have_none():

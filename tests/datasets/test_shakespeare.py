@@ -101,7 +101,7 @@ def test_codes():
     assert codes.tolist() == [*range(79, -1, -1), 1, 1, 1]
     assert decode_text(codes, LEAF_VOCABULARY) == LEAF_VOCABULARY[::-1] + "   "
     assert encode_text("", "ab").tolist() == []
-    with pytest.raises(ValueError, match="every character, or a space"):
+    with pytest.raises(ValueError, match="all characters, or a space"):
         encode_text("abc", "ab")
 
 

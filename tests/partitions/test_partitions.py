@@ -392,7 +392,7 @@ def test_wrong_choice_in_text_is_refused():
 )
 @pytest.mark.parametrize("partition", [Dirichlet(3, 0.5), Shards(3), LabelsPerClient(3, 1)])
 def test_data_without_labels(partition, dataset):
-    words = rf"^`{type(partition).__name__}` needs labels and found none; without labels: `IID\(3\)`\. Expected "
+    words = rf"^`{type(partition).__name__}` needs labels, but found none: use `IID\(3\)`, or add labels\. Expected "
     with pytest.raises(TypeError, match=words):
         partition.split(dataset, 0)
 

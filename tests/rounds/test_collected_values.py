@@ -78,14 +78,14 @@ def test_buffers_are_averaged_by_examples(loss, either_trainer):
     [
         (Listed, None, "changes no parameter or buffer"),
         (Listed, 0.0, "changes no parameter or buffer"),
-        (Growing, None, "changes the shape of 'bank', but the server averages"),
+        (Growing, None, "changes the shape of 'bank'"),
     ],
 )
 def test_values_without_a_mean_are_refused_in_the_first_visit(kind, loss, change, either_trainer):
     """Otherwise all clients would fill one list."""
     own = kind(loss)
     before = state_of(own)
-    remedy = rf"{kind.__name__} has no optimizer, and the visit of client 'a' {change}.*`register_buffer` before `fit`"
+    remedy = rf"{kind.__name__} has no optimizer, but the visit of client 'a' {change}.*`register_buffer` before `fit`"
     with pytest.raises(MisconfigurationException, match=remedy):
         either_trainer(1).fit(own, datamodule=clients())
     assert_same(before, state_of(own))

@@ -156,7 +156,7 @@ def test_a_round_whose_validation_is_left_is_not_trained_again(plain_trainer, tm
     with pytest.raises(KeyError, match="broken off"):
         trainer.fit(Breaks(models.mlp()), datamodule=data())
     again = plain_trainer(max_epochs=2, callbacks=[Federation(partition=IID(1))], limit_val_batches=0)
-    with pytest.raises(MisconfigurationException, match="The checkpoint contains round 1, but not"):
+    with pytest.raises(MisconfigurationException, match="The checkpoint was saved inside round 1"):
         again.fit(models.Module(models.mlp()), datamodule=data(), ckpt_path=tmp_path / "last.ckpt")
 
 
@@ -243,7 +243,7 @@ def test_validation_by_batches_follows_complete_rounds(hook, plain_trainer, tmp_
         end = fit(whole)
     assert end[0] == 10 + 2 + 2 + 10 + 2 + 2 + 2 + 2
     assert [round for round, _ in whole.seen] == [1, 3, 5, 7]
-    assert caplog.text.count("val_check_interval=24: validation follows every 2. round") == 1
+    assert caplog.text.count("val_check_interval=24: the number of rounds between validations is 2") == 1
     assert "not fused" not in caplog.text
     with pytest.raises(KeyError, match="stop"):
         fit(stopped)
@@ -287,7 +287,7 @@ def test_a_checkpoint_from_another_version_is_refused(federated_trainer, tmp_pat
     (state,) = [state for state in checkpoint["callbacks"].values() if "validation" in state]
     del state["validation"]
     torch.save(checkpoint, path)
-    with pytest.raises(MisconfigurationException, match=r"from this version, but got one without \['validation'\]"):
+    with pytest.raises(MisconfigurationException, match=r"from this version, but \['validation'\] are missing"):
         federated_trainer(max_rounds=2, seed=0).fit(models.Module(models.mlp()), datamodule=data, ckpt_path=path)
 
 

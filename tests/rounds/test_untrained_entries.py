@@ -377,7 +377,7 @@ def test_what_visits_write_into_a_buffer_that_does_not_travel_is_said(option, fi
     """Unless an option declares the intention."""
     with caplog.at_level(logging.WARNING, "lightning_fed"):
         fit(FillsThreshold(), **option)
-    said = [text for text in caplog.messages if "visits write into 1 buffers" in text]
+    said = [text for text in caplog.messages if "Visits write into 1 buffers" in text]
     assert len(said) == (not option)
     assert all("(threshold)" in text and "values are lost" in text for text in said)
 

@@ -336,5 +336,5 @@ def test_clients_that_always_take_part():
         assert "c7" not in cohort.dropped
         joined += trusted in plain.visits
     assert 0 < joined < 30
-    with pytest.raises(ValueError, match="Expected 'zoe' among the clients, needed in every round, but got none"):
+    with pytest.raises(ValueError, match="Expected the rule's trusted client 'zoe', but no client has this name"):
         schedule.cohort(0, clients, always=("zoe",))

@@ -198,7 +198,7 @@ BAD = {
     "a step of no training": (
         {"w": torch.full((2, 2), 9e9)},
         1,
-        "the client's update has norm 1.8e+10, but the model has norm 1.58",
+        "the client's update has norm 1.8e+10, far above the model's norm 1.58",
     ),
     "a negative variance": ({"n.running_var": torch.tensor([1.0, -1.0])}, 1, "entry 'n.running_var' is negative"),
     "a negative count": ({"n.num_batches_tracked": torch.tensor(-1)}, 1, "'n.num_batches_tracked' is negative"),

@@ -305,7 +305,7 @@ def test_a_site_answers_for_one_variance_between_sites():
     with pytest.raises(ClientFault, match="different variance"):
         ask(-0.5, seeds=[4])
     for changes in ({"seeds": [3, 3]}, {"seeds": [4, 3]}, {"models": MODELS[::-1]}):  # other names of the same terms
-        with pytest.raises(ClientFault, match="in another order, or twice"):
+        with pytest.raises(ClientFault, match="in the wrong order, or more than once"):
             ask(0.5, **changes)
     ask(0.5, seeds=[3, 4])
     ask(0.25, 0.5, models=["fedavg", "fedprox", "local"])  # another method joins the study
@@ -424,5 +424,5 @@ def test_a_site_scores_only_the_model_of_its_program(changes, tmp_path, monkeypa
     federation = SimpleNamespace(schedule=SimpleNamespace(seed=3))
     monkeypatch.setattr(site_study, "find_federation", lambda trainer: federation)
     question = {"metric": "test_loss", "model": "fedavg", "seed": 3, "models": ["fedavg"], "seeds": [3]}
-    with pytest.raises(ClientFault, match="the client's program has the model 'fedavg' or another seed"):
+    with pytest.raises(ClientFault, match="for another model or seed than the client's program"):
         SiteStudy("fedavg", "test_loss", tmp_path).on_client_question(None, None, "north", question | changes)

@@ -179,8 +179,8 @@ class RecordedOrder(Order):
         last = max((line[0] for line in self.lines), default=-1)
         if round > last:
             raise OptionError(
-                f"Expected `replay` to contain round {round}, but {self.path!r} contains {len(self.lines)} arrivals up "
-                f"to round {last}: train at most this number of rounds."
+                f"Expected `replay` to contain round {round + 1}, but {self.path!r} ends with round {last + 1}: "
+                f"train at most {last + 1} rounds."
             )
         lines = enumerate(self.of_round(round))  # none after a round without an update
         return [Arrival(0.0, number, client, version) for number, (_, client, version, _) in lines]

@@ -281,7 +281,7 @@ def _check_staleness(value: Staleness) -> float | tuple[float, float]:
     if not isinstance(value, Sequence):
         return check_nonnegative("staleness", value)
     if len(value) != 2:
-        raise ValueError(f"Expected `staleness` to be an exponent, or a slope and a limit, but got {value!r}.")
+        raise ValueError(f"Expected `staleness` to be a number (exponent) or two (slope, limit), but got {value!r}.")
     return check_nonnegative("staleness", value[0]), check_nonnegative("staleness", value[1])
 
 

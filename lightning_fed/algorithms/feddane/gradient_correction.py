@@ -173,7 +173,7 @@ class GradientCorrection(GradientTerm):
         if faults:
             raise _NoAnswerError(f"the client's data raised {describe(faults[0])}")
         if not gradients:
-            raise _NoAnswerError("`training_step` returned no loss for any batch of its data")
+            raise _NoAnswerError("`training_step` returned no loss for any of the client's batches")
         return ClientUpdate(client, num_samples, {}, with_prefix(gradients, _PREFIX))
 
 

@@ -134,7 +134,9 @@ class FeatureFusion(FederatedCallback):
     def fusion(self) -> FusionLayer:
         """The fusion layer, which ``setup`` adds to the module as submodule ``feature_fusion``."""
         if self._fusion is None:
-            raise RuntimeError("Expected a module with fusion, but `setup` has not run yet.")
+            raise RuntimeError(
+                "Expected `setup` to add the fusion layer first, but `setup` has not run yet: start a fit."
+            )
         return self._fusion
 
     # Lightning's hooks
@@ -175,9 +177,9 @@ class FeatureFusion(FederatedCallback):
         }
         if self.operator != "none" and extractor_parameters and optimized.isdisjoint(extractor_parameters):
             raise MisconfigurationException(
-                "Expected trainable features, but no optimizer has a parameter of the layers up to "
-                f"{Extractor(_name_of(self.fusion.network, pl_module), self.fusion.layer)}: name a layer in a trained "
-                "network in `at`."
+                "Expected an optimizer to train layers up to "
+                f"{Extractor(_name_of(self.fusion.network, pl_module), self.fusion.layer)}, but no optimizer has a "
+                "parameter of these layers: name a layer of a trained network in `at`."
             )
         _add_parameters(list(self.fusion.parameters()), trainer)
 
@@ -271,8 +273,8 @@ class FeatureFusion(FederatedCallback):
     ) -> None:
         if self.operator != "none" and not self.fusion.has_run:
             raise MisconfigurationException(
-                f"Expected {type(module).__name__} to run its {type(self.fusion.network).__name__} up to"
-                f" {self.fusion.layer}, where features are fused, but no batch did: name another layer in `at`."
+                f"Expected {type(module).__name__} to run its {type(self.fusion.network).__name__} up to "
+                f"the fused {self.fusion.layer}, but no batch reached this layer: name another layer in `at`."
             )
         cache = self.fusion.cache
         if cache is not None and self._batch >= 2 * self._per_epoch and not self._late_hits:
@@ -358,7 +360,7 @@ class FeatureFusion(FederatedCallback):
             if has_layers and isinstance(error, MisconfigurationException):
                 raise
             raise OptionError(
-                f"{error}{'' if has_layers else ' (Create layers in `__init__`: layers from `setup` cannot be fused.)'}"
+                f"`FeatureFusion` failed: {error}{'' if has_layers else ' Create layers in `__init__`, not `setup`.'}"
             ) from error
         count = sum(parameter.numel() for parameter in fusion.parameters())
         rank_zero_info(f"FeatureFusion: {self.operator!r} with {count} parameters fuses {extractor}.")

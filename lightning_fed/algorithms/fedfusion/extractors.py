@@ -93,7 +93,7 @@ def find_extractor(
     if layer.path != root and root and not layer.path.startswith(f"{root}."):
         raise ValueError(f"Expected `network` to hold the layer {layer.path!r}, but got {root!r}.")
     if layer == FeatureLayer(root, "input"):
-        raise ValueError(f"Expected a layer with features as input or output, but {layer} is the data.")
+        raise ValueError(f"Expected features computed by a layer, but {layer} is the data: name another layer.")
     return Extractor(root, layer._replace(path=layer.path[len(root) :].lstrip(".")))
 
 

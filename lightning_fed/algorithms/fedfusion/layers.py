@@ -201,7 +201,9 @@ class FusionLayer(nn.Module):
             counts = [channels] if isinstance(channels, int) else list(channels)
             names = [str(level) for level in (range(len(counts)) if levels == "all" else levels)]
             if len(names) != len(counts):
-                raise ValueError(f"Expected `channels` for {len(names)} levels, but got {counts}.")
+                raise ValueError(
+                    f"Expected one number in `channels` for each of {len(names)} levels, but got {counts}."
+                )
             with suppress(ValueError):  # otherwise the copy contains the whole network
                 self._run(example)
             return {name: (count, channel_axis) for name, count in zip(names, counts, strict=True)}

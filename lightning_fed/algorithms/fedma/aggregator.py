@@ -163,9 +163,9 @@ class FedMA(Aggregator):
             matched = {name for stage in stages[: current.stage] for name in stage.entries}
             if current.matched_state.keys() != matched or current.stage >= len(stages):
                 raise OptionError(
-                    f"Expected the {current.stage} matched stages of the checkpoint's unfinished pass as the first of"
-                    f" {len(stages)} stages, but the stages have changed: `stages`, `frozen`, `personal` and `pin` can"
-                    " only change after a pass."
+                    f"Expected the first {current.stage} of {len(stages)} stages to equal the matched stages of the "
+                    "checkpoint's unfinished pass, but the stages differ: `stages`, `frozen`, `personal` and `pin` can "
+                    "only change after a pass."
                 )
         self._groups, self._stages, self.client_widths = groups, list(stages), groups.sizes
         self._client_entries = {name: torch.empty_like(value, device="meta") for name, value in entries.items()}

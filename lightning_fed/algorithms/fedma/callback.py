@@ -374,8 +374,8 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
                 example = forward_inputs(module, training_batch(federation), self.inputs)
             except (ValueError, MisconfigurationException) as error:
                 raise MisconfigurationException(
-                    f"{error} Or pass `LayerwiseTraining` an `example_input` for {type(module).__name__}.forward: a "
-                    "tensor, a tuple or a dictionary."
+                    f"`LayerwiseTraining` needs an input for {type(module).__name__}.forward: {error} Alternatively, "
+                    "pass an `example_input`: a tensor, a tuple or a dictionary."
                 ) from error
         return move_tensors(example, module.device)
 

@@ -194,8 +194,8 @@ class SampledSoftmax(FederatedCallback):
         if not has_same_parameters(module, task.layer, str(self._head_name)) or (void is not None and void >= 0):
             raise MisconfigurationException(
                 f"Expected a loss between labels and the outputs of {self._head_name!r} that ignores only negative "
-                f"labels, because labels become column indices in training, but got {task.layer!r} and `ignore_index` "
-                f"{void}: replace the ignored label by -100 in the data, or {remedy}."
+                f"labels, because labels become column indices in training, but the loss uses {task.layer!r} with "
+                f"`ignore_index={void}`: replace the ignored label by -100 in the data, or {remedy}."
             )
         return task.target
 

@@ -141,8 +141,7 @@ class SampledSoftmaxHead(LogitsLayer):
         """
         if self._held is None:
             raise RuntimeError(
-                "Expected the head to hold some classes, but the head holds all classes: call `hold` before"
-                " `begin_batch`."
+                "Expected the head to hold only some classes, but the head holds all: call `hold` before `begin_batch`."
             )
         held = self._held if columns is None else self._held.subset(columns)
         held.check_among(self.num_classes)

@@ -213,11 +213,11 @@ def sampled_softmax_loss(
     _check_rows(logits, target)
     target = _whole_numbers("target", target)
     if objective == "full" and logits.shape[1] != num_classes:
-        raise ValueError(f"Expected `logits` for all {num_classes} classes with 'full', but got {logits.shape[1]}.")
+        raise ValueError(f"Expected {num_classes} columns in `logits` for objective='full', but got {logits.shape[1]}.")
     columns = target[target != -100]
     wrong = torch.unique(columns[~torch.isin(columns, is_positive.nonzero())])
     if len(wrong):
-        raise ValueError(f"Expected columns of positives or -100 in `target`, but got {wrong.tolist()}.")
+        raise ValueError(f"Expected `target` to contain only columns of positives or -100, but got {wrong.tolist()}.")
     num_positives = int(is_positive.sum())
     correction = log_correction(num_positives, len(is_positive) - num_positives, num_classes)
     logits = sampled_logits(logits, is_positive, correction, target, objective=objective)

@@ -45,8 +45,8 @@ class Mixture(CollectingStep):
         """Refuses aggregation rules with a trusted client or with several global models."""
         if rule.always:
             raise OptionError(
-                f"Expected no `{type(self).__name__}` with {type(rule).__name__}: the step would mix the trusted "
-                "client."
+                f"Expected no `{type(self).__name__}` with {type(rule).__name__}: the step would mix other "
+                "updates into the update of the trusted client."
             )
 
     def start(self, info: RoundInfo, state: State) -> None:

@@ -233,7 +233,7 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
             if notes and uses:
                 raise MisconfigurationException(
                     f"`{name}` receives updates only in the process that trained the client, but aggregates in all "
-                    "processes: implement `share_round` to share its data, or return None without data."
+                    "processes: implement `share_round`, which shares the received data between processes."
                 )
 
 

@@ -81,7 +81,9 @@ def _ask(name: str, port: int, ca: Path) -> tuple[http.client.HTTPResponse, str]
             f"certificate: {error.verify_message}; check `ca.crt`, the server's name and this machine's clock"
         ) from error
     except ssl.SSLError as error:
-        raise Broken(f"certificate: {name}:{port} does not use TLS ({error.reason}); is it `--insecure`?") from error
+        raise Broken(
+            f"certificate: {name}:{port} does not use TLS ({error.reason}); was it started with `--insecure`?"
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         raise Broken(f"port: {name}:{port} does not answer ({error!r})") from error
     finally:

@@ -28,7 +28,7 @@ def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
     replaced. Messages are never unpickled.
     """
     if not isinstance(app, LightningClientApp):
-        raise TypeError(f"Expected an app of `client_app`, but got {app!r}.")
+        raise TypeError(f"Expected an app from `client_app`, but got {app!r}.")
     path = Path(socket)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.parent.stat().st_mode & 0o077:

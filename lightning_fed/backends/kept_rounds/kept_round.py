@@ -124,7 +124,7 @@ def load_round(folder: Path, round: int) -> tuple[dict[str, Any], list[ClientUpd
     """Loads a round's models and all received updates, stored by :class:`KeepRounds`, without executing code."""
     path = folder / f"round-{round:06d}"
     if not (path / _ROUND).exists() or not (path / RECORD).exists():
-        raise FileNotFoundError(f"Expected a complete round in {str(path)!r}: `KeepRounds` keeps rounds on the server.")
+        raise FileNotFoundError(f"Expected a complete round, stored by `KeepRounds`, but {str(path)!r} lacks files.")
     files = sorted(file for file in path.glob("*.ckpt") if file.name != _ROUND)
     content = json.loads((path / RECORD).read_text()) | torch.load(path / _ROUND)
     return content, [ClientUpdate(**torch.load(file)) for file in files]
@@ -143,7 +143,7 @@ def replay_round(
     chain = federation.server.chain
     if chain.describe() != content["steps"] or chain.reveals != "update":
         raise OptionError(
-            f"Expected a federation with the update steps {content['steps']}, without sums and noise, but got "
+            f"Expected a federation with the update steps {content['steps']}, without secure sum or noise, but got "
             f"{chain.describe()}: give the run's recipe."
         )
     if federation.method.name == content["method"]:

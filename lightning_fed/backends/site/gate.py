@@ -152,7 +152,9 @@ class SiteGate:
         if order.answer == "clients":
             return rule, []
         if order.head is not None and not record.has_line(*order.head):
-            raise Refusal("record", f"the record lacks line {order.head[0]}, which the server has received")
+            raise Refusal(
+                "record", f"the record lacks line {order.head[0]}, but the server has received the line's digest"
+            )
         if (
             reply is None
             and order.signature

@@ -302,9 +302,9 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
             read[name] = tuple(_make_step(step) for step in value)
             continue
         if name in ("record", "faults"):
-            what, fits = "a string", isinstance(value, str) and value != ""
+            what, fits = "a non-empty string", isinstance(value, str) and value != ""
         elif name in ("rounds_per_day", "bytes_per_day", "clients_per_sum"):
-            what, fits = "an integer", type(value) is int and value >= 0
+            what, fits = "an integer of at least 0", type(value) is int and value >= 0
         else:
             what, fits = "a list of strings", isinstance(value, list) and all(isinstance(text, str) for text in value)
         if not fits:
@@ -315,7 +315,7 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
         values = read.get(name, ())
         strange = [value for value in ([values] if isinstance(values, str) else values) if value not in allowed]
         if strange:
-            raise ValueError(f"expected `{name}` to contain only values from {allowed}, but got {strange[0]!r}")
+            raise ValueError(f"expected values of `{name}` to be among {allowed}, but got {strange[0]!r}")
     for line in read.get("servers", ()):
         if line != "*":
             read_public_key(line)

@@ -142,7 +142,7 @@ class Record:
         """Context with the record file open and locked. Verifies new lines, and refuses a record with changed lines."""
         is_new, head = not self._path.exists(), self._read_head()
         if is_new and head[0]:
-            raise RecordError(f"the record is missing, but {str(self._head)!r} contains the head of line {head[0]}")
+            raise RecordError(f"the record is missing, but has {head[0]} lines according to {str(self._head)!r}")
         check_parents(self._path)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
         for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # some systems do not define all flags
@@ -183,7 +183,7 @@ class Record:
         except FileNotFoundError:
             return 0, START
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise RecordError(f"the record's head {str(self._head)!r} cannot be read: {error}") from error
+            raise RecordError(f"the digest of the last line, {str(self._head)!r}, cannot be read: {error}") from error
 
     def _catch_up(self, head: tuple[int, str] | None) -> None:
         status = os.fstat(self._descriptor)
@@ -217,8 +217,8 @@ class Record:
         if head is None:
             return
         if head[0] and not self.has_line(*head):
-            raise RecordError(f"line {head[0]} is missing or contradicts the head in {str(self._head)!r}")
+            raise RecordError(f"line {head[0]} is missing, or differs from the digest in {str(self._head)!r}")
         if not head[0] and len(self._digests) > 1:  # a crash after the first line leaves no head file
             raise RecordError(
-                f"the record has {self.last.number} lines, but the head file {str(self._head)!r} is missing"
+                f"the record has {self.last.number} lines, but the last line's digest, {str(self._head)!r}, is missing"
             )

@@ -65,7 +65,7 @@ class RemoteArrivals(RemoteClientSide):
                 refused = f"`{type(callback).__name__}`, because the callback sends a request before each visit"
         if refused:
             name = type(self._rule).__name__
-            raise MisconfigurationException(f"Expected {name} with clients on other machines without {refused}.")
+            raise MisconfigurationException(f"With clients on other machines, {name} does not support {refused}.")
 
     def exchange(self, round: Round) -> None:
         server, order = round.fit.server, self._order

@@ -210,7 +210,7 @@ class RemoteClientSide(RemoteSide):
                 final = _repeat_steps(optimizers, of_schedulers)
             except Exception as error:  # a schedule with fewer steps
                 _log.warning(
-                    "Round %d: the schedulers do not resume from client %r, which reports %s steps: %s.",
+                    "Round %d: the server cannot repeat the scheduler steps reported by client %r, %s: %s.",
                     round_number(remote.visit.round), remote.visit.client, of_schedulers, describe(error),
                 )  # fmt: skip
                 continue

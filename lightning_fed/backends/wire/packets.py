@@ -145,7 +145,7 @@ def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Pack
         for name, value in state.items():
             dtype = str(value.dtype).removeprefix("torch.")
             if dtype not in _DTYPES or value.layout != torch.strided:
-                raise PacketError(f"entry {name!r} is {value.dtype} with layout {value.layout}, which cannot be sent")
+                raise PacketError(f"entry {name!r} with dtype {value.dtype} and {value.layout} cannot be sent")
             table[group].append((name, dtype, list(value.shape)))
             flat = value.detach().cpu().contiguous().reshape(-1)
             parts.append(flat.view(torch.uint8).numpy().data if flat.numel() else b"")  # no copy
@@ -165,7 +165,7 @@ def read_packet(packet: Packet, *kinds: str, client: Client | None = None) -> tu
             f"the message has version {version!r} instead of {VERSION}: install the same release on all machines"
         )
     if kind not in kinds or not isinstance(header, dict) or not isinstance(table, dict):
-        raise PacketError(f"the message is {kind!r} instead of {' or '.join(map(repr, kinds))}")
+        raise PacketError(f"the message has the kind {kind!r} instead of {' or '.join(map(repr, kinds))}")
     if client is not None and (header.get("client") != client or isinstance(header.get("client"), bool)):
         raise PacketError(f"the message answers for client {header.get('client')!r:.100}")
     start, tensors = 0, {}
@@ -311,16 +311,16 @@ def _check_train_request(train_request: TrainRequest) -> None:
     )  # fmt: skip
     for name, number, lowest in numbers:
         if type(number) is not int or not lowest <= number < _MANY:
-            raise TypeError(f"{name} is {number!r}")
+            raise TypeError(f"the field {name} has the invalid value {number!r}")
     if visit.seed >= 2**32:
         raise TypeError(f"the seed {visit.seed} of the visit is invalid")
     if visit.portion is not None and not (isinstance(visit.portion, int | float) and 0 <= visit.portion < 1):
-        raise TypeError(f"portion is {visit.portion!r}")
+        raise TypeError(f"the field portion has the invalid value {visit.portion!r}")
     for name, kind in _TYPES.items():
         if not isinstance(getattr(train_request, name), kind):
             raise TypeError(f"the field {name} has the invalid value {getattr(train_request, name)!r:.100}")
     if not all(map(is_client, train_request.peers or ())):
-        raise TypeError(f"peers is {train_request.peers!r:.100}")
+        raise TypeError(f"the field peers has the invalid value {train_request.peers!r:.100}")
     bad_rate = find_bad_rate(train_request.hyperparameters)
     if bad_rate is not None:
         raise TypeError(bad_rate)
@@ -387,11 +387,11 @@ def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, 
         num_samples, steps, unsent = header["num_samples"], header["steps"], header["unsent"]
         if any(type(number) is not int or not 0 <= number < _MANY for number in (num_samples, steps, unsent)):
             raise PacketError(
-                f"the client reports {num_samples!r} examples, {steps!r} steps and {unsent!r} unsent entries"
+                f"the client sends invalid counts: {num_samples!r} examples, {steps!r} steps, {unsent!r} unsent entries"
             )
         update = ClientUpdate(client, num_samples, tensors["state"], tensors["extras"], metrics)
         if not is_head(header["head"]):
-            raise PacketError(f"the head of the client's record is {header['head']!r:.100}")
+            raise PacketError(f"the head of the client's record is invalid: {header['head']!r:.100}")
         return update, Answer(steps, header["after"], header["keeps"] is True, unsent, header["head"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise (

@@ -92,7 +92,7 @@ class ClientSum:
         try:
             self._check_count(len(set(peers)), least)
             if self._client not in peers or not set(peers) <= shares.keys():
-                raise SumError("the server names peers that shared no secrets with this client")
+                raise SumError("the sum lacks this client, or has clients without shared secrets")
             others = [keys[peer] for peer in peers if peer != self._client]
             add_masks(vector, _secrets_of(known), others, self._context(round))
         except SumError as error:
@@ -114,8 +114,8 @@ class ClientSum:
         self._check_count(len(peers), request.least)
         if request.least < self._share * len(peers) - 1e-9:
             raise SumError(
-                f"{request.least} of {len(peers)} clients could unmask the sum, but its federation requires a "
-                f"fraction of at least {self._share:.3g}"
+                f"{request.least} of {len(peers)} clients could unmask the sum, but the client's federation "
+                f"requires a fraction of at least {self._share:.3g}"
             )
         check_peers(peers, self._client, secrets.public, request.least)
         sealed, own = share_secrets(secrets, self._client, peers, request.least, self._context(request.round))
@@ -148,7 +148,7 @@ class ClientSum:
         shares = {peer: Share(*map(bytes.fromhex, share)) for peer, share in known["shares"]}
         survivors = [peer for peer, is_there in zip(request.peers, request.survivors, strict=True) if is_there]
         if list(shares) != list(request.peers):
-            raise SumError("the server requests shares of clients that are not peers of the masked update")
+            raise SumError("the server requests shares of other clients than in the masked sum")
         if self._client not in survivors:
             raise SumError("the client is not one of the clients in the sum to unmask")
         self._check_count(len(survivors), int(known["least"]))

@@ -81,12 +81,12 @@ def read_sum_request(packet: Packet) -> SumRequest:
     if bad_place is not None:
         raise PacketError(bad_place)
     if type(header["least"]) is not int or not 0 <= header["least"] < _MANY:
-        raise PacketError(f"the field least has the invalid value {header['least']!r:.100}")
+        raise PacketError(f"the field `least` has the invalid value {header['least']!r:.100}")
     if not isinstance(peers, list) or len(peers) > _MOST_CLIENTS or not all(map(is_client, peers)):
         raise PacketError("the request's list of clients is invalid")
     if len(set(peers)) < len(peers) or bool(peers) != (stage != "keys"):
         raise PacketError(
-            f"the request's list of {len(peers)} clients has duplicates or does not belong in the step {stage!r}"
+            f"the request's list of {len(peers)} clients has duplicates, or a wrong length for the step {stage!r}"
         )
     expected = len(peers) if stage == "unmask" else 0
     if not isinstance(survivors, list) or len(survivors) != expected or {*map(type, survivors)} - {bool}:

@@ -104,12 +104,12 @@ class ServerSum:
         words = f"{missing} of {len(opened)} clients cannot open the client's shares"
         if len(opened) - missing >= self._sum.least:
             number = round_number(self._server.report.round)
-            _log.warning("Round %d: client %r: %s; the shares of the other clients suffice.", number, client, words)
+            _log.warning("Round %d, client %r: %s. The other shares suffice for the sum.", number, client, words)
             return False
         self.distrusted.add(client)
         self._server.fail(
             client,
-            f"{words}: either this client or all of these clients are at fault; excluded from later sums of this run",
+            f"{words}, so this client or all of these clients are at fault (later sums exclude this client)",
         )
         return True
 

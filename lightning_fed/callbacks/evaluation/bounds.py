@@ -41,7 +41,7 @@ def check_numbers(report: EvaluationReport, announced: int | None) -> None:
         )
     for key, state in report.states.items():
         if not 0 <= state.updates <= _MOST_BATCHES * report.num_samples:
-            raise BadUpdate(f"metric {key!r} received {state.updates} batches for {report.num_samples} examples")
+            raise BadUpdate(f"metric {key!r} cannot have {state.updates} batches of {report.num_samples} examples")
         for name, value in state.values.items():
             if not value.is_complex() and bool((value < 0).any()) and is_count(value):
                 raise BadUpdate(f"state {name!r} of metric {key!r} has a negative count")

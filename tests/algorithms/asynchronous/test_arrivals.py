@@ -142,5 +142,5 @@ def test_a_recorded_order(tmp_path):
     path.write_text('[0, "ann", 0, "x"]\n[2, "bob", 0, "z"]\n')
     assert RecordedOrder(str(path)).arrivals(1, Schedule(), None) == []  # a round without an update
     assert recorded.versions(2) == set()
-    with pytest.raises(OptionError, match=r"Expected `replay` to contain round 2, but .* 3 arrivals up to round 1"):
+    with pytest.raises(OptionError, match=r"Expected `replay` to contain round 3, but .* ends with round 2"):
         recorded.arrivals(2, Schedule(), None)

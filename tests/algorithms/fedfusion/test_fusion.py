@@ -439,7 +439,7 @@ def test_channels_can_be_said_where_the_network_cannot_be_run():
     unwrap(task)
     task.example_input_array = {"inputs": {"x": torch.randn(3, 4)}}  # Lightning passes keyword arguments
     assert fuse(task, "multi", at="model.features", network="model").operators["0"].weight.shape == (6,)
-    with pytest.raises(ValueError, match="Expected `channels` for 1 levels, but got"):
+    with pytest.raises(ValueError, match="Expected one number in `channels` for each of 1 levels, but got"):
         FusionLayer(nn.Linear(2, 3), FeatureLayer(""), channels=[3, 3], levels=[0])
 
 

@@ -204,5 +204,5 @@ def test_a_folder_that_others_reach_is_refused(tmp_path):
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="only you can access"):
         serve(whole, tmp_path / "open" / "worker")
-    with pytest.raises(TypeError, match="Expected an app of `client_app`"):
+    with pytest.raises(TypeError, match="Expected an app from `client_app`"):
         serve(ClientApp(), tmp_path / "private" / "worker")

@@ -106,7 +106,7 @@ def test_a_schedule_that_ends_does_not_end_the_run(tmp_path, caplog):
         return table(change)(content) if is_it else [content]
 
     _, trainer, _, _ = on_flower(tmp_path, module, models.vectors(SIZES), Federation, change=on_the_way)
-    assert "Round 2: the schedulers do not resume from client 'bob', which reports [20] steps" in caplog.text
+    assert "Round 2: the server cannot repeat the scheduler steps reported by client 'bob', [20]" in caplog.text
     assert trainer.current_epoch == 3
 
 

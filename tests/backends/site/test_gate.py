@@ -313,8 +313,8 @@ def test_the_server_keeps_the_head_of_the_record(tmp_path, caplog):
     on_flower(tmp_path, linear, models.vectors(SIZES), Federation, 3, change=listen, grids=grids)
     assert [received is None for received, _ in heads] == [True, True, False, False, False, False]
     assert [received for received, _ in heads[2:4]] == [sent for _, sent in heads[:2]]
-    assert caplog.text.count("lacks line 7, which the server has received") == 1
-    assert caplog.text.count("lacks line 9, which the server has received") == 1
+    assert caplog.text.count("lacks line 7, but the server has received") == 1
+    assert caplog.text.count("lacks line 9, but the server has received") == 1
     assert [line["rule"].get("refused") for line in lines_of(tmp_path / "11")[-2:]] == ["record"] * 2
     assert [sent for _, sent in heads[4:]] == [None, None]  # faults
 

@@ -278,7 +278,7 @@ BAD_FILES = {
     "other users can change": lambda path: path.chmod(0o666),
     "or folder": lambda path: path.parent.chmod(0o777),
     "expected rules from": lambda path: path.write_text(path.read_text() + "metric = []\n"),
-    "expected `answers` to contain only values from": lambda path: path.write_text('answers = ["updates"]'),
+    "expected values of `answers` to be among": lambda path: path.write_text('answers = ["updates"]'),
     "expected `entries` to be a list of strings": lambda path: path.write_text('entries = "net.*"'),
     "before all other rules": lambda path: path.write_text(path.read_text() + '[[steps]]\nname = "DPSGD"\n'),
     "to be an integer": lambda path: path.write_text("rounds_per_day = -1"),

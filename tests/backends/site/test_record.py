@@ -213,7 +213,7 @@ def test_the_command(tmp_path, capsys):
         (lambda path, head: head.write_text("{}"), "cannot be read"),
         (
             lambda path, head: head.write_text(head.read_text().replace('"digest": "', '"digest": "0')),
-            "contradicts the head",
+            "differs from the digest",
         ),
     ],
 )

@@ -377,8 +377,8 @@ def test_shares_that_are_not_opened(peers, words, tmp_path):
     [
         ({"survivors": (False, True, True, True, True)}, "the client is not one of the clients in the sum"),
         ({"survivors": (True, True, True, False, False)}, "the sum has 3 clients, but requires at least 4"),
-        ({"peers": tuple("abced")}, "shares of clients that are not peers"),
-        ({"peers": tuple("abcdf")}, "shares of clients that are not peers"),
+        ({"peers": tuple("abced")}, "shares of other clients than in the masked sum"),
+        ({"peers": tuple("abcdf")}, "shares of other clients than in the masked sum"),
     ],
 )
 def test_what_does_not_unmask(changes, words, tmp_path):
@@ -393,7 +393,7 @@ def test_what_does_not_unmask(changes, words, tmp_path):
         (
             {},
             {"least": 2},
-            "2 of 5 clients could unmask the sum, but its federation requires a fraction of at least 0.66",
+            "2 of 5 clients could unmask the sum, but the client's federation requires a fraction of at least 0.66",
         ),
         ({}, {"least": 6}, "the sum has 5 clients, but requires at least 6"),
         ({"min_clients": 6}, {}, "the sum has 5 clients, but requires at least 6"),
@@ -406,8 +406,8 @@ def test_sums_that_a_client_is_not_part_of(options, changes, words, tmp_path):
 
 def test_masks_with_others_only(tmp_path):
     for peers, words in (
-        (["a", "b", "c", "z"], "peers that shared no secrets"),
-        (["b", "c", "d", "e"], "peers that shared no secrets"),
+        (["a", "b", "c", "z"], "or has clients without shared secrets"),
+        (["b", "c", "d", "e"], "the sum lacks this client"),
     ):
         node = Node(tmp_path / peers[0]).publish().share().open()
         with pytest.raises(ClientFault, match=words):
@@ -542,9 +542,9 @@ def test_a_reason_is_a_line_of_the_log():
     [
         (
             SumRequest("keys", "0a", 3, "a", 2, ("a",), (), (b"",)),
-            "1 clients has duplicates or does not belong in the step 'keys'",
+            "1 clients has duplicates, or a wrong length for the step 'keys'",
         ),
-        (SumRequest("shares", "0a", 3, "a", 2), "0 clients has duplicates or does not belong in the step 'shares'"),
+        (SumRequest("shares", "0a", 3, "a", 2), "0 clients has duplicates, or a wrong length for the step 'shares'"),
         (
             SumRequest("shares", "0a", 3, 1, 2, tuple(range(10_001)), (), (bytes(PUBLIC),) * 10_001),
             "the request's list of clients is invalid",
