@@ -138,10 +138,10 @@ def main() -> None:
     ]  # fmt: skip
     sleep = " and ".join(f"{seconds} s" for seconds in SECONDS.values())
     text = (
-        f"`python benchmarks/rehearsal_real.py --out docs/guides/rehearsal.md`. McMahan's CNN, two sites with {BATCHES}"
-        f" batches on the loopback address, {plan[0]} rounds of {plan[1]} passes. A training step sleeps {sleep}."
-        f" Profiles from a run of {MEASURED[0]} rounds of {MEASURED[1]} pass."
-        " Columns 2 to 6: real runs equal to the prediction."
+        f"Two sites train McMahan's CNN over the loopback address, each on {BATCHES} batches. A training step sleeps"
+        f" {sleep}. The profiles come from a real run of {MEASURED[0]} rounds of {MEASURED[1]} pass, and the rehearsal"
+        f" predicts real runs of {plan[0]} rounds of {plan[1]} passes. Columns 2 to 6 count the real runs with the"
+        " predicted result. Script: `python benchmarks/rehearsal_real.py --out docs/guides/rehearsal.md`. Machine:"
         f" {machine(1)}, flwr {version('flwr')}, nvflare {version('nvflare')}, load average up to {max(loads):.0f}."
         f"\n\n{table(header, rows)}"
     )

@@ -280,7 +280,7 @@ class Federation(TrainerCallback):
     def client_memory(self) -> State:
         """Stored tensors of the client in training. Changes are kept only if the server accepts the client's update."""
         if self.open_visit is None:
-            raise RuntimeError("No client is training: the memory of a client is only available during its visit.")
+            raise RuntimeError("No client is training: a client's memory is only available during the client's visit.")
         return self.open_visit.memory
 
     @property

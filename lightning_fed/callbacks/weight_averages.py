@@ -127,8 +127,8 @@ class WeightAverages(FederatedCallback):
         for reason, is_there in reasons.items():
             if is_there:
                 raise MisconfigurationException(
-                    f"Expected a federation in which the server can average the averages of {self._name}, which "
-                    f"clients update after each step, but {reason}: {_AFTER_ROUNDS}."
+                    f"Expected a server that can average the clients' averages of weights ({self._name} updates these "
+                    f"averages after each step), but {reason}: {_AFTER_ROUNDS}."
                 )
 
     def _add_entries(self, tensors: State, first: int) -> None:

@@ -264,8 +264,8 @@ class LocalModel:
                         differing.append(f"{type(layer).__name__}.{name}")
         if differing:
             raise OptionError(
-                f"Expected all clients to start from the same model, but training adds {differing[0]!r} with other"
-                " values for another client: create the tensor or layer before `fit`, for example by a dry run (one"
+                f"Expected all clients to start from the same model, but training adds {differing[0]!r} with different"
+                " values for two clients: create the tensor or layer before `fit`, for example by a dry run (one"
                 " batch through the module)."
             )
         for (_, layer, attribute, tensor), start in self._buffers:

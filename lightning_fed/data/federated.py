@@ -305,7 +305,7 @@ class ChainedLoaders:
                 failures += 1
                 if client is None or failures == len(self.loaders):
                     raise
-                _log.warning("The data of client %r raised %r: its remaining batches are skipped.", client, error)
+                _log.warning("The data of client %r raised %r: the remaining batches are skipped.", client, error)
         self.client = None
 
 

@@ -130,7 +130,7 @@ class Shakespeare(FederatedDataModule):
         if not large:
             most = max(len(text) for text in roles.values()) - self.seq_length
             raise ValueError(
-                f"Expected a role with `min_samples` ({self.min_samples}) samples, but the largest role has {most}."
+                f"Expected a role with {self.min_samples} samples (`min_samples`), but the largest role has {most}."
             )
         train: dict[Client, ClientData] = {}
         val = {}

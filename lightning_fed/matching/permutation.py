@@ -308,7 +308,9 @@ def _rearranged(
             continue
         blocks = source.cpu().view(group.blocks, -1) // (group.size // group.blocks)
         if not bool((blocks == blocks[:, :1]).all()):
-            raise ValueError(f"Expected the neurons of {group.name!r} to stay in their {group.blocks} blocks.")
+            raise ValueError(
+                f"Expected an order within each of {group.blocks} blocks of the neurons of {group.name!r}."
+            )
     parts: dict[Axis, list[tuple[GroupEntry, GroupEntry, Tensor]]] = {}
     for old, new, source in zip(before, after, sources, strict=True):
         for axis, entry in old.entries.items():

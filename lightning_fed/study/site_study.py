@@ -176,7 +176,7 @@ class SiteStudy(AskableCallback):
             numbers = np.sum([to_numbers(next(iter(update.extras.values()))) for update in updates], axis=0)
             total = decode(to_words(numbers))
             if len(total) != width * len(methods) or min(total[::width]) <= 0:
-                _log.warning("The study excludes the sum over sites: a site has sent wrong numbers.")
+                _log.warning("The study excludes the sum over sites, because a site has sent wrong numbers.")
                 return {}
             found = np.reshape(np.asarray(total), (-1, width))
             tau_squared = tau_squared_of_sums(found[:, :4], len(clients)).tolist()
@@ -247,7 +247,7 @@ class SiteStudy(AskableCallback):
         *methods, baseline = compared
         kind, answer = answer_site(compared, self.min_support)
         if not answer:
-            raise ClientFault(f"the client has fewer cases than its min_support={self.min_support}")
+            raise ClientFault(f"the client has fewer cases than `min_support` ({self.min_support})")
         terms: list[float] = []
         for method, tau_squared in zip(methods, question["tau_squared"], strict=True):
             gain, _, values = estimate(kind, answer[f"{method}|{baseline}"]["all"])
@@ -263,7 +263,7 @@ class SiteStudy(AskableCallback):
         if not isinstance(models, list) or not isinstance(seeds, list):
             raise ClientFault("the request is not a question of a study")
         if not all(isinstance(name, str) and _NAME.fullmatch(name) for name in (model, *models)):
-            raise ClientFault("the request has an invalid name of a model")
+            raise ClientFault("the request has an invalid model name")
         if not all(type(number) is int for number in (seed, *seeds)):
             raise ClientFault("the request has an invalid seed")
         return str(model), int(seed or 0), models, seeds

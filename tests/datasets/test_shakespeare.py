@@ -162,7 +162,7 @@ def test_files_that_are_not_there_or_not_of_the_kind(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"shakespeare_roles\.json\.gz` or .*omit `data_dir`"):
         Shakespeare(tmp_path).setup()
     write_roles(tmp_path)
-    with pytest.raises(ValueError, match=r"a role with `min_samples` \(1000\) samples, but the largest role has 620"):
+    with pytest.raises(ValueError, match=r"a role with 1000 samples \(`min_samples`\), but the largest role has 620"):
         Shakespeare(tmp_path).setup()
     (tmp_path / "shakespeare_roles.json.gz").write_bytes(gzip.compress(b"[1]"))
     with pytest.raises(ValueError, match="the entries 'roles' and 'speeches'"):

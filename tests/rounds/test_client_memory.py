@@ -86,9 +86,7 @@ class Watch(FederatedCallback):
         visit = federation.current_visit
         if visit is None:
             assert federation.current_client is None
-            with pytest.raises(
-                RuntimeError, match="No client is training: the memory of a client is only available during its"
-            ):
+            with pytest.raises(RuntimeError, match="No client is training: a client's memory is only available during"):
                 _ = federation.client_memory
         else:
             assert federation.current_client == visit.visit.client

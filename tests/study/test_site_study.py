@@ -406,8 +406,8 @@ def test_invalid_answers_are_excluded():
     [
         ({"metric": "test_acc"}, "has the metric 'test_loss'"),
         ({"models": None}, "not a question of a study"),
-        ({"models": ["../fedavg"]}, "invalid name of a model"),
-        ({"model": 3}, "invalid name of a model"),
+        ({"models": ["../fedavg"]}, "invalid model name"),
+        ({"model": 3}, "invalid model name"),
         ({"seeds": ["3"]}, "invalid seed"),
         ({"seed": True}, "invalid seed"),
     ],

@@ -163,7 +163,9 @@ class VirtualOrder(Order):
         except Exception:  # the round reports the error and excludes the client
             per_epoch = 0
         if per_epoch is None and visit.steps is None:
-            raise OptionError(f"Expected `local_steps`, because the loader of client {visit.client!r} has no length.")
+            raise OptionError(
+                f"Expected `local_steps` to be set, because the loader of client {visit.client!r} has no length."
+            )
         batches = count_visit_batches(visit, 1 if per_epoch is None else per_epoch)
         return self.durations.seconds(seed, visit.client, visit.round, batches)
 

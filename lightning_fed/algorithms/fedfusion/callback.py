@@ -334,7 +334,7 @@ class FeatureFusion(FederatedCallback):
                 expected = getattr(self, name)
                 if expected not in (_default_of(name), value):
                     raise MisconfigurationException(
-                        f"Expected a module without fusion, or with {name}={expected!r}, but its fusion has"
+                        f"Expected a module without fusion, or with {name}={expected!r}, but the fusion has"
                         f" {name}={value!r}: remove the fusion with `lightning_fed.modules.unwrap`."
                     )
             return fusion

@@ -53,7 +53,9 @@ class FrozenExtractor:
         except _FeaturesReached as error:
             return error.features
         if self.layer != FeatureLayer(""):
-            raise RuntimeError(f"Expected {type(self.network).__name__} to run {self.layer}, but it did not.")
+            raise RuntimeError(
+                f"Expected {type(self.network).__name__} to run {self.layer}, but this layer did not run."
+            )
         self.is_plain = is_plain(args, kwargs, features)
         return features
 

@@ -44,7 +44,7 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
     """Refuses optimizers with initial state, and with ``grows`` (neurons are added within a pass) LBFGS."""
     if any(optimizer.state for optimizer in trainer.optimizers):
         raise MisconfigurationException(
-            "Expected an optimizer without initial state for FedMA, unlike Adagrad, because layers change their widths:"
+            "Expected an optimizer without state before the first step (unlike Adagrad), because FedMA changes widths:"
             " use another optimizer."
         )
     if grows and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):

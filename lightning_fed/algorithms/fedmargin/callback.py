@@ -269,7 +269,7 @@ class ClassPrototypes(RevertingCallback, FederatedCallback):
             return
         self._has_warned = True
         _log.warning(
-            "Client %r trains on a single batch, so online passes cannot measure its local prototype margin (logged "
+            "Client %r trains on a single batch, so online passes cannot measure the local prototype margin (logged "
             "once). FedMargin uses the mean of the other clients instead. Use passes='exact' to measure the margin.",
             planned.visit.client,
         )

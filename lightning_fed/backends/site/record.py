@@ -183,7 +183,7 @@ class Record:
         except FileNotFoundError:
             return 0, START
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise RecordError(f"the digest of the last line, {str(self._head)!r}, cannot be read: {error}") from error
+            raise RecordError(f"{str(self._head)!r}, with the last line's digest, cannot be read: {error}") from error
 
     def _catch_up(self, head: tuple[int, str] | None) -> None:
         status = os.fstat(self._descriptor)
@@ -220,5 +220,5 @@ class Record:
             raise RecordError(f"line {head[0]} is missing, or differs from the digest in {str(self._head)!r}")
         if not head[0] and len(self._digests) > 1:  # a crash after the first line leaves no head file
             raise RecordError(
-                f"the record has {self.last.number} lines, but the last line's digest, {str(self._head)!r}, is missing"
+                f"the record has {self.last.number} lines, but {str(self._head)!r} (last line's digest) is missing"
             )

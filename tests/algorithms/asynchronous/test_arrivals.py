@@ -124,7 +124,9 @@ def test_visits_on_a_network_survive_restarts_and_failed_rounds():
 def test_faults():
     with pytest.raises(OptionError, match=r"Expected `buffer` to be at most the number of clients \(3\), but got 4"):
         order(Schedule(), Clients(list(SECONDS)), 1, buffer=4)
-    with pytest.raises(OptionError, match="Expected `local_steps`, because the loader of client 'ann' has no length"):
+    with pytest.raises(
+        OptionError, match="Expected `local_steps` to be set, because the loader of client 'ann' has no length"
+    ):
         order(Schedule(), Clients(["ann"], batches=None), 1, buffer=1)
     (flush,) = order(Schedule(), Clients(["ann"], batches=OSError("no disk")), 1, buffer=1)
     assert flush[0].client == "ann"  # the round excludes the client

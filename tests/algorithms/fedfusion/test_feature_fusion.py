@@ -825,7 +825,7 @@ def test_another_fusion_is_refused(federated_trainer):
     fit(federated_trainer, make("multi", at="net.features"), module, rounds=1)
     for options in ({"levels": [0]}, {"channel_axis": 2}):
         (name,) = options
-        with pytest.raises(MisconfigurationException, match=rf"with {name}=.*, but its fusion has {name}="):
+        with pytest.raises(MisconfigurationException, match=rf"with {name}=.*, but the fusion has {name}="):
             fit(federated_trainer, make("multi", **options), module, rounds=1)
     fit(federated_trainer, make("conv"), unwrap(module), rounds=1)
 

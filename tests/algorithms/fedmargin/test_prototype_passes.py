@@ -212,7 +212,7 @@ def test_online_passes_of_a_single_batch_say_that_they_have_no_margin(options, s
         data = FederatedDataModule(models.as_datasets(models.vectors({"a": 40, "b": 5, "c": 7})), batch_size=8)
         trainer = federated_trainer(max_rounds=2, callbacks=[prototypes])
         trainer.fit(models.Module(models.mlp()), datamodule=data)
-        assert caplog.text.count("Client 'b' trains on a single batch, so online passes cannot measure its") == said
+        assert caplog.text.count("Client 'b' trains on a single batch, so online passes cannot measure the") == said
         assert caplog.text.count("trains on a single batch") == said
 
 
