@@ -168,7 +168,7 @@ class FederatedCallback(TrainerCallback):
 
 
 class AskableCallback(FederatedCallback, ABC):
-    """A callback whose clients answer questions from :meth:`Federation.ask <lightning_fed.Federation.ask>`."""
+    """Callback that answers questions from :meth:`Federation.ask <lightning_fed.Federation.ask>` for each client."""
 
     @abstractmethod
     def on_client_question(

@@ -131,8 +131,8 @@ class ClientUpdate:
         state: Entries after the training (not differences).
         extras: Further tensors from the federated method (prototypes, statistics, ...).
         metrics: Numbers to log.
-        rows: Row indices of sliced entries in ``state``. The server sets these to the rows in the broadcast, so that a
-            client cannot write to other rows.
+        rows: Row indices of entries in ``state`` with only some rows. The server sets these to the rows in the
+            broadcast, so that a client cannot write to other rows.
         unsent: Names of untrained entries in ``state`` that equal the broadcast and are not sent. These tensors belong
             to the broadcast: replace a tensor instead of writing into the tensor's memory.
         members: The clients in the sum, if the update is a sum created by an update step on the server.

@@ -1,4 +1,4 @@
-"""Processes for a round's clients, communication, and the interface of strategies for several processes.
+"""Communication between processes that share a round's clients, and the interface of Lightning strategies.
 
 Tensors are sent as raw memory. All other objects (numbers, names, containers) are pickled.
 """

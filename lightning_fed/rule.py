@@ -1,4 +1,4 @@
-"""Interface for aggregation rules (new global state from a round's updates), and rules for averages."""
+"""Aggregation rules: interface (from a round's updates to the new global state), and rules for averages."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class RuleCapabilities:
         return schedule.cohort(round, population.clients, always=self.always)
 
     def expected(self, broadcast: Broadcast) -> State:
-        """Returns a state like a valid update to ``broadcast``: names, shapes and dtypes are equal, values differ."""
+        """Returns a state like a valid update to ``broadcast``: only names, shapes and dtypes are meaningful."""
         return broadcast.state
 
     def model_of(self, client: Client) -> State | None:

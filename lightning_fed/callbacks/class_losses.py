@@ -71,8 +71,8 @@ class _Labels:
 class _Origin:
     """Describes how a tensor in a training step was computed, to find losses between class scores and labels.
 
-    ``leaves`` are the indices of the batch tensors used in the computation, and ``losses`` the indices of the losses.
-    If the sum over the tensor's elements is itself a loss, ``product`` is the index of this loss.
+    ``leaves`` are the indices of the batch tensors used in the computation, and ``losses`` the losses' indices. If the
+    sum over the tensor's elements is itself a loss, ``product`` is the index of this loss.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -160,7 +160,7 @@ class ClassLosses:
             self._put(output, origin)
 
     def find_losses(self, loss: Any) -> list[ClassLoss]:
-        """Returns the class losses used to compute ``loss``, except class losses used as input to a layer."""
+        """Returns the class losses used in ``loss``, except class losses that are also the input for a layer."""
         places = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
         return [self._losses[place] for place in sorted(places)]
 

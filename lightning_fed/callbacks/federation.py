@@ -195,7 +195,7 @@ class Federation(TrainerCallback):
 
     @property
     def steps(self) -> Sequence[UpdateStep]:
-        """Update steps in the order on the client: the steps of the method, then the argument ``steps``."""
+        """Update steps in order of execution on the client: the method's steps, then the argument ``steps``."""
         return tuple(self.server.chain.steps)
 
     @property
@@ -245,7 +245,7 @@ class Federation(TrainerCallback):
 
     @property
     def open_visit(self) -> ClientVisit | None:
-        """Current visit with the client's model, messages and client state; ``None`` between visits."""
+        """Visit (one client's training in a round) with model, messages and client state; ``None`` between visits."""
         return None if self._loop.open_round is None else self._loop.open_round.driver.current
 
     @property

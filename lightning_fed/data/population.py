@@ -77,7 +77,7 @@ class VisitBatch:
 
     @classmethod
     def failed(cls, position: int, error: Exception) -> VisitBatch:
-        """Creates an item for an error. Removes the traceback, because a traceback keeps worker processes alive."""
+        """Creates a ``VisitBatch`` for an exception, without traceback, because a traceback keeps workers alive."""
         trace = "".join(traceback.format_exception(error))
         return cls(position, error=error.with_traceback(None), trace=trace)
 
@@ -128,7 +128,7 @@ class Population(ABC):
         """Batches in a pass over a client's data; ``None`` if unknown. ``drop_last`` has no effect if ``isolated``."""
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
-        """Batches in each pass of a visit, if a sampler returns passes with different lengths; otherwise empty."""
+        """Number of batches in each pass of a visit, if a sampler's passes have unequal lengths; otherwise empty."""
         return ()
 
     @abstractmethod
@@ -173,7 +173,7 @@ class Population(ABC):
         return per_epoch and max(1, int(per_epoch * self.overfit_batches))
 
     def log_raised(self, origin: str, client: Client, trace: str) -> None:
-        """Logs the traceback of a fit's first client exception. ``origin`` is ``"data"`` or ``"step"``."""
+        """Logs the traceback of a fit's first client exception. ``origin``: ``"data"``, or ``"step"`` for training."""
         if not self.has_raised:
             self.has_raised = True
             text = "The %s of client %r raised an exception (logged only for the first client):\n%s"

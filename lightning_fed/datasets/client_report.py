@@ -99,7 +99,7 @@ class ClientReport:
         return text
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
-        """Draws one row per client, with the first images and the class shares, in any file format of matplotlib."""
+        """Saves a picture in a matplotlib format. Each row shows one client's first images and class shares."""
         shares = torch.tensor([self._shares(summary) for summary in self.clients])
         widest = max(1, self.num_classes)
         widths = 1.6 + 1.1 * _PICTURES, 0.8 + 0.45 * widest

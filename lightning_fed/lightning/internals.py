@@ -266,8 +266,8 @@ def fit_progress(trainer: L.Trainer) -> dict[str, Any]:
 def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mapping[str, Any], window: int) -> None:
     """Resets a checkpoint to the start of an epoch. ``global_step`` and ``progress`` are the values at this start.
 
-    Lightning resumes at the batch index in ``epoch_loop.batch_progress``. If ``current.ready`` is 0  there, Lightning
-    assumes the end of an epoch, so the function sets 1. ``window`` is the number of batches per optimizer step.
+    Lightning resumes at the batch index in ``epoch_loop.batch_progress``. If ``current.ready`` is 0, Lightning assumes
+    the end of an epoch, so the function sets 1. ``window`` is the number of batches per optimizer step.
     """
     checkpoint["global_step"], loop = global_step, copy.deepcopy(progress)
     checkpoint["loops"]["fit_loop"] = loop

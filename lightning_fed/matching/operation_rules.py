@@ -41,7 +41,7 @@ _AXIS_ORDERS = ("mT", "numpy_T", "permute", "swapaxes", "t", "transpose")
 
 
 def constant(tracer: Tracer, call: Call) -> Any:
-    """Traces tensors with one repeated value, such as zeros. The elements belong to no neuron."""
+    """Traces neurons through tensors with one repeated value, such as zeros: the elements belong to no neuron."""
     return TracedActivation.filled(tracer.constant_id, call.shape)
 
 
@@ -56,7 +56,7 @@ def pointwise(tracer: Tracer, call: Call) -> Any:
 
 
 def pool(tracer: Tracer, call: Call) -> Any:
-    """Traces pooling, interpolation and padding over spatial dimensions, which treat each channel independently."""
+    """Traces neurons through pooling, interpolation and padding over spatial dimensions, separately per channel."""
     activation = tracer.activation(call.tensors[0])
     number = re.search(r"(\d)d", call.name)
     assert number is not None
@@ -80,7 +80,7 @@ def reduction(tracer: Tracer, call: Call) -> Any:
 
 
 def softmax(tracer: Tracer, call: Call) -> Any:
-    """Traces softmax over one dimension: neurons may only be permuted within this dimension."""
+    """Traces neurons through softmax over one dimension. Neurons may only be permuted along this dimension."""
     activation = tracer.activation(call.tensors[0])
     dim = call.arguments["dim"] % len(activation.shape)
     if dim in activation.varying:
@@ -137,7 +137,7 @@ def concatenation(tracer: Tracer, call: Call) -> Any:
 
 
 def padding(tracer: Tracer, call: Call) -> Any:
-    """Traces padding with a constant or with elements of the tensor."""
+    """Traces neurons through padding with a constant or with elements of the tensor."""
     activation = tracer.activation(call.tensors[0])
     amounts = call.arguments["pad"]
     padded = {len(activation.shape) - 1 - index // 2 for index, amount in enumerate(amounts) if amount}

@@ -278,7 +278,7 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits columns so that each block, read row by row, lists consecutive numbers; ``None`` if impossible.
+    """Splits the columns of ``positions`` into blocks of consecutive numbers, row by row; ``None`` if impossible.
 
     Returns for each block the first column, the first number, and the number of columns.
     """
@@ -302,7 +302,7 @@ def _rearranged(
     after: Sequence[PermutationGroup],
     sources: Sequence[Tensor],
 ) -> dict[str, Tensor]:
-    """Moves the neurons in a state. ``sources`` contains for each group the old indices of the new neurons, or -1."""
+    """Moves the neurons in a state. ``sources`` lists each group's new neurons by old index, -1 for added neurons."""
     for group, source in zip(before, sources, strict=True):
         if group.blocks == 1:
             continue

@@ -138,7 +138,7 @@ class CollectingStep(UpdateStep, ABC):
 
     @abstractmethod
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
-        """Computes the updates for the next inner step, once per round. Raises ``BadUpdates`` for invalid updates.
+        """Replaces a round's client updates by new updates. Raises ``BadUpdates`` for invalid updates.
 
         Clients cannot influence the order of ``updates``.
         """

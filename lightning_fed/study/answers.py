@@ -69,7 +69,7 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
 
 
 def estimate(kind: Kind, sums: Sequence[float]) -> tuple[Estimate, int, tuple[float, float]]:
-    """Returns the estimated difference between two models' scores, the case count and both scores, from case sums."""
+    """Estimates two models' score difference from sums over cases. Also returns the case count and both scores."""
     if kind == "areas":
         return difference_of_areas(sums), int(sums[0] + sums[1]), (sums[2], sums[3])
     if kind == "replicates":

@@ -132,7 +132,7 @@ def placements(positives: ArrayLike, negatives: ArrayLike) -> tuple[Floats, Floa
 
 
 def area_sums(first: tuple[ArrayLike, ArrayLike], second: tuple[ArrayLike, ArrayLike]) -> Floats:
-    """DeLong's sums for two models' :func:`placements`: m, n, two areas, and three covariances for each class.
+    """DeLong's sums for two models' :func:`placements`: positives, negatives, two areas, two times three covariances.
 
     A covariance over fewer than two cases is NaN.
 

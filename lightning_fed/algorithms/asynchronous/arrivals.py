@@ -87,7 +87,7 @@ class Order(ABC):
 
     @abstractmethod
     def versions(self, round: int) -> Collection[int]:
-        """Start model versions for the unfinished visits before round ``round``."""
+        """Versions of the global model that clients still train at the start of round ``round``."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

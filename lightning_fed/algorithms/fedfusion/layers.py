@@ -304,5 +304,5 @@ class FusedExtractor(nn.Module):
         self.feature_fusion.refer(source)
 
     def release(self) -> None:
-        """Stops the use of the frozen copy: the output is F(E_l, E_l)."""
+        """Stops the use of the frozen copy. Afterwards the network's features are fused with themselves."""
         self.feature_fusion.release()

@@ -39,7 +39,10 @@ class Mixture(CollectingStep):
 
     @abstractmethod
     def mixing(self, gram: Tensor) -> Tensor:
-        """Returns weights, shape ``(new, old)``, for updates as weighted sums. ``gram``: old inner products."""
+        """Returns the weights, shape ``(new, old)``, of old updates in each new update.
+
+        ``gram``, shape ``(old, old)``, contains the inner products of the old updates.
+        """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses aggregation rules with a trusted client or with several global models."""

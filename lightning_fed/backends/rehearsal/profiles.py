@@ -63,7 +63,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Sites:
-    """Profiles of all machines, and time limits. ``patience`` is the server's wait for clients in seconds."""
+    """Speed, network and faults by machine, and time limits. ``patience``: the server's wait for clients in seconds."""
 
     server: Profile
     sites: Mapping[Client, Profile]

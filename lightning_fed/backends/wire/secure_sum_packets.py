@@ -102,7 +102,7 @@ def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
 
 
 def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | Fault:
-    """Returns the byte strings in a client's answer, or the client's ``Fault``. Refuses other and too large answers."""
+    """Returns the byte strings in a client's answer, or the client's ``Fault``. Refuses answers with a wrong size."""
     count, size = (1 if request.stage == "keys" else len(request.peers)), REPLY_BYTES[request.stage]
     if len(packet.data) > count * size or len(packet.text) > _TEXT[0] + _TEXT[1] * count:
         raise PacketError(

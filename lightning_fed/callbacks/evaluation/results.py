@@ -24,7 +24,7 @@ _CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10|min|pooled)")
 
 @dataclass
 class ClientResults:
-    """Clients' evaluation values and their variances (by name, then client), directions, and example counts."""
+    """Clients' evaluation values by name and client, with variances, and the direction (higher or lower is better)."""
 
     values: dict[str, dict[Client, float]] = field(default_factory=dict)
     variances: dict[str, dict[Client, float]] = field(default_factory=dict)
