@@ -63,7 +63,7 @@ class FedDyn(ChannelRule):
         self.alpha = check_positive("alpha", alpha)
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        r"""Computes FedDyn's constant gradient terms by entry: the client's stored term plus :math:`\alpha x`."""
+        """Computes FedDyn's constant gradient term by entry: stored term plus ``alpha`` times the received value."""
         corrections, gradients = {}, visit.memory["feddyn"]
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad:

@@ -42,7 +42,7 @@ class DataStatistics(UnseenStatistics):
 
 
 class UnseenData(RevertingCallback, FederatedCallback):
-    """Sets the BatchNorm statistics for data from no client: batch statistics, or statistics measured on these data.
+    """Sets the BatchNorm statistics for data of unknown clients: batch statistics, or statistics of all these data.
 
     The callback is active from the start of a validation, test or prediction until the next round, while the module
     contains the global model, or the model of a client without statistics. Untrained layers (as in a frozen encoder)

@@ -64,7 +64,7 @@ class ClientStore(ABC):
         raise NotImplementedError(f"{type(self).__name__} supports client state only in one process.")
 
     def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional
-        """Adds tensors stored by another process. ``share`` is the return value of :meth:`share` in this process."""
+        """Adds tensors stored by another process. ``share`` is the result of :meth:`share` in the other process."""
 
 
 def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientStore:

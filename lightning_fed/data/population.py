@@ -125,7 +125,7 @@ class Population(ABC):
 
     @abstractmethod
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Batches in a pass over a client's data; ``None`` if unknown. ``drop_last`` has no effect if ``isolated``."""
+        """Batches in a pass over a client's data; ``None`` if unknown. ``isolated``: without ``drop_last``."""
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
         """Number of batches in each pass of a visit, if a sampler's passes have unequal lengths; otherwise empty."""

@@ -146,7 +146,7 @@ class RoundLoader:
 
     @property
     def epoch_position(self) -> tuple[int, bool] | None:
-        """Index of the last batch in the client's current local epoch, and whether the epoch or the visit has ended."""
+        """Index of the latest batch in the client's local epoch, and whether the epoch or the visit has ended."""
         if not self.group:
             return None
         planned = self.group[0]

@@ -209,7 +209,7 @@ class VisitCosts:
 
 
 def balance_loads(work: Sequence[float], size: int) -> list[list[int]]:
-    """Distributes tasks with durations ``work`` over ``size`` processes, longest first. Returns indices by process."""
+    """Assigns tasks with durations ``work`` to ``size`` processes, longest first. Returns task indices by process."""
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0.0] * size
     for position in sorted(range(len(work)), key=lambda position: -work[position]):

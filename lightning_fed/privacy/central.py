@@ -161,7 +161,7 @@ class CentralDP(UpdateStep):
         return secrets.randbits(128)
 
     def plan(self, population: int, cohort: int, rounds: int | None) -> Budget:
-        """Computes the privacy budget for ``rounds`` rounds with ``cohort`` expected clients of ``population``."""
+        """Computes the privacy budget of ``rounds`` rounds with ``cohort`` (on average) of ``population`` clients."""
         resumed = None if self.budget is None else self.budget.noise_multiplier  # budget of a resumed fit
         return plan_budget(
             self.noise_multiplier if self.noise_multiplier is not None else resumed,
@@ -183,7 +183,7 @@ class CentralDP(UpdateStep):
 
     @property
     def sensitivity(self) -> float:
-        """Largest effect of one client on a sum of updates with norm 1: 2 with ``"fixed"`` sampling, else 1."""
+        """Largest change by one client in a sum of updates with norms up to 1: 2 with ``"fixed"`` sampling, else 1."""
         assert self.budget is not None
         return 1.0 if self.budget.sampling == "poisson" else 2.0
 
@@ -480,7 +480,7 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
 
 
 def refuse_statistics(module: L.LightningModule, federation: Federation, how: str) -> None:
-    """Refuses BatchNorm statistics shared with the server. ``how`` is a phrase in the error, "without noise"."""
+    """Refuses BatchNorm statistics shared with the server. ``how`` completes the error, as in "without noise"."""
     option, statistics = federation.options.batch_norm, sorted(batch_norm_statistics(module))
     is_local = option.unseen != "pooled" if isinstance(option, LocalStatistics) else option in _LOCAL_TREATMENTS
     if statistics and not is_local:

@@ -166,7 +166,7 @@ class SecureSum(UpdateStep):
         return RingSum(self)
 
     def vector(self, update: ClientUpdate) -> State:
-        """Returns the tensors of an update to sum, including the weight. Refuses other tensors by ``BadUpdate``."""
+        """Returns the tensors to sum from an update, including the weight. Other tensors raise ``BadUpdate``."""
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
             if update.extras:

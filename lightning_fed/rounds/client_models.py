@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Answers:
-    """Clients' answers to a question of the server (:meth:`Federation.ask`), reasons for missing answers, and bytes."""
+    """Answers to a question from the server (:meth:`Federation.ask`), reasons for missing answers, and byte counts."""
 
     updates: dict[Client, ClientUpdate] = field(default_factory=dict)
     failed: dict[Client, str] = field(default_factory=dict)

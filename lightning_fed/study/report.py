@@ -111,7 +111,7 @@ def keep_primary(path: Path, method: str) -> None:
 
 
 def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
-    """Compares two methods at each site, with Holm's correction over the sites. Sites with a loss come first."""
+    """Compares two methods at each site, with Holm's correction over the sites. Sites with worse scores come first."""
     sign = 1 if study.higher_is_better else -1
     rows = []
     for site, answer in study.answers.items():

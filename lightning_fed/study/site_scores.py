@@ -174,7 +174,7 @@ def check_sites(trainer: L.Trainer, federation: Federation | None) -> None:
 
 
 def check_rounds(trainer: L.Trainer) -> None:
-    """Refuses a Trainer with several processes, and ``EarlyStopping``: all models need equal numbers of rounds."""
+    """Refuses a Trainer with several processes, or with ``EarlyStopping`` (all models need equal numbers of rounds)."""
     reason = ""
     if trainer.world_size > 1:
         reason = f"one process, but got {trainer.world_size}: set `devices=1`"

@@ -64,7 +64,7 @@ class CharLSTM(nn.Module):
         self.decoder = nn.Linear(hidden_size, num_classes)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Computes logits from character codes ``(N, T)``: ``(N, num_classes)``, per step ``(N, num_classes, T)``."""
+        """Computes logits for characters ``(N, T)``: ``(N, num_classes)``, or per step ``(N, num_classes, T)``."""
         features: Tensor = self.embedding(text)
         for number, layer in enumerate(self.lstm):
             features, _ = layer(self.dropout(features) if number else features)

@@ -105,7 +105,7 @@ class FusionLayer(nn.Module):
 
     @property
     def is_referring(self) -> bool:
-        """True if the frozen extractor is used; false if the network's features are fused with themselves."""
+        """True if the frozen extractor is used; false if the fusion operator receives the local features twice."""
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:

@@ -183,7 +183,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Checks a server's message by the site policy. Returns the values that allow the message."""
+        """Checks a server's message by the site policy. Returns the matching policy values, or raises ``Refusal``."""
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed

@@ -86,7 +86,7 @@ class Vectorized(VisitsAtOnce):
 
 
 class _Measured(NamedTuple):
-    """Measured fastest number of simultaneous clients, and the speed-up, for models with few enough parameters."""
+    """Measured fastest number of simultaneous clients for models of at most a certain size, and the speed-up."""
 
     most_parameters: int
     has_convolutions: bool
