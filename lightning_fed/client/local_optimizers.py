@@ -26,8 +26,8 @@ class LocalOptimizers:
         optimizers: The optimizers.
         step_schedulers: Learning-rate schedulers with a step per batch.
         scaler: Object with the loss scale, with ``state_dict`` and ``load_state_dict``.
-        mode: ``"reset"``, ``"keep"``, or in a plain fit ``"continue"``, which restores state only after a round without
-            an update.
+        mode: ``"reset"``, ``"keep"``, or ``"continue"`` in a fit equal to plain training, which restores state only
+            after a round without an update.
         epoch_schedulers: Schedulers that the Trainer steps at the round's last batch. An epoch scheduler that shares an
             optimizer with ``step_schedulers`` resumes from the median visit's final state.
 

@@ -29,7 +29,7 @@ def matched_mean(
 ) -> dict[str, Tensor]:
     r"""Averages client states after matching: each neuron is averaged over the clients with a matched neuron (owners).
 
-    With assignments :math:`S_k` and client *k*'s state :math:`\tilde w_k` (missing neurons: 0), row *i* of an entry is
+    With weights :math:`a_k`, assignments :math:`S_k` and states :math:`\tilde w_k` (missing neurons: 0), row *i* is
 
     .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{b \bar a + \sum_{k:\, i \in S_k} a_k}
 

@@ -61,7 +61,7 @@ class IID(NumberedPartition):
 
 @final
 class QuantitySkew(NumberedPartition):
-    r"""Random shares of the data with unequal sizes.
+    r"""Random shares of :math:`N` samples with unequal sizes, for :math:`K` clients.
 
     .. math:: p \sim \mathrm{Dir}(\beta 1_K) \quad \text{or} \quad
         p_k \propto s_k,\ \log s_k \sim \mathcal N(0, \sigma^2); \qquad

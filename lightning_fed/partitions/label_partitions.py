@@ -68,13 +68,14 @@ class LabelPartition(NumberedPartition):
 class Dirichlet(LabelPartition):
     r"""Label skew from a Dirichlet distribution, in both published definitions.
 
-    ``definition="per_class"`` ("label-dir") splits every class over the clients, so client sizes vary:
+    ``definition="per_class"`` ("label-dir") splits each class (:math:`N_c` samples) over :math:`K` clients; client
+    sizes vary:
 
     .. math:: p_c \sim \mathrm{Dir}(\alpha 1_K), \qquad
         \text{client } k \text{ gets samples } \lfloor N_c \textstyle\sum_{j<k} p_{cj} \rfloor \text{ to }
         \lfloor N_c \sum_{j \le k} p_{cj} \rfloor \text{ of the shuffled class } c
 
-    ``definition="per_client"`` gives every client the same number of samples, with separate class probabilities:
+    ``definition="per_client"`` splits :math:`N` samples evenly, with class probabilities for each client:
 
     .. math:: q_k \sim \mathrm{Dir}(\alpha \pi), \qquad
         \lfloor N / K \rfloor \text{ times: class} \sim q_k \text{, an unused sample of that class}
