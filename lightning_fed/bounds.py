@@ -104,6 +104,6 @@ def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
     """Refuses models with sliced entries (clients receive only some rows), because ``step`` needs whole entries."""
     if info.sliced:
         raise OptionError(
-            f"Expected no `{type(step).__name__}` with partial rows of {sorted(info.sliced)}, because the step "
-            "compares whole entries: remove the step, or send whole entries."
+            f"Expected no `{type(step).__name__}` if clients hold only some rows of {sorted(info.sliced)}, because the "
+            "step compares whole entries: remove the step, or send whole entries."
         )

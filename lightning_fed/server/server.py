@@ -382,7 +382,7 @@ class Server(ServerInterface):
     def _slice(self, broadcast: Broadcast, request: Request) -> None:
         if not self.rule.accepts_rows:
             raise ValueError(
-                f"Expected a rule that supports partial rows of {sorted(request.rows)}, but "
+                f"Expected a rule for updates with some rows of {sorted(request.rows)}, but "
                 f"{type(self.rule).__name__} needs whole entries: use 'fedavg', for instance."
             )
         for name, rows in request.rows.items():

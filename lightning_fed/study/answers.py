@@ -55,7 +55,7 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
     if any(run["cases"] != first["cases"] for run in all_runs):
         raise MisconfigurationException(
             "Expected equal cases at each site in every run, but the cases differ: fix the split with a seed for data"
-            " and partition (`-- --data.seed 0`), or give fixed clients."
+            " and partition (`-- --data.seed 0`), or give clients with fixed data."
         )
     kinds = set.intersection(*(set(run) for run in all_runs))
     if "positives" in kinds:

@@ -225,7 +225,7 @@ def test_rules_that_an_attack_cannot_know(federated_trainer):
         with pytest.raises(ValueError, match=r"Expected no `IPM` with Fe.*, because not all clients start"):
             fit(federated_trainer, [IPM(1)], rule)
     chain = Chain(FedAvg(), [IPM(MALICIOUS)])
-    with pytest.raises(ValueError, match=r"Expected no `IPM` with partial rows of \['w'\]"):
+    with pytest.raises(ValueError, match=r"Expected no `IPM` if clients hold only some rows of \['w'\]"):
         chain.start(RoundInfo(0, sliced=frozenset(["w"])), {"w": torch.zeros(2)})
 
 

@@ -298,7 +298,7 @@ def test_a_request_that_does_not_fit(rows, message):
 def test_a_rule_that_needs_whole_entries():
     server = Server(Chain(FeSEM(num_centers=2)))
     server.start_round(RoundInfo(0), {"table": torch.zeros(3, 1)})
-    with pytest.raises(ValueError, match=r"partial rows of \['table'\], but FeSEM needs whole entries"):
+    with pytest.raises(ValueError, match=r"some rows of \['table'\], but FeSEM needs whole entries"):
         send(server, "a", request=Request("a", {"table": torch.tensor([0])}))
 
 

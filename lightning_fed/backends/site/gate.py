@@ -160,7 +160,7 @@ class SiteGate:
             and order.signature
             and _digest(order) in {line.content.get("digest") for line in record.recent}
         ):
-            raise Refusal("servers", "the order is a copy of an earlier order")
+            raise Refusal("servers", "the server's order is a copy of an earlier order")
         now = _now(record)
         lines = [line.content for line in record.recent if line.time > now - DAY and "client" in line.content]
         size = 0 if reply is None else _size(reply)
@@ -212,7 +212,7 @@ class SiteGate:
             content["clock_behind"] = round(now - clock)
         line = record.append(content)
         _log.info(
-            "Line %d of the site's record: %s of client %r, round %s, %d bytes, %s; head %s.",
+            "Line %d of the site's record: answer %r of client %r, round %s, %d bytes, %s. Digest of the line: %s.",
             line.number,
             order.answer,
             order.client,

@@ -234,8 +234,8 @@ class RemoteServerSide(RemoteSide):
                 steps = optimizers.steps_of(end)
                 if steps is None:
                     raise MisconfigurationException(
-                        "Expected per-step schedulers with `last_epoch` in their state, so that the server can "
-                        f"repeat their steps, but got {[sorted(state) for state in optimizers.start['schedulers']]}."
+                        "Expected per-step schedulers with `last_epoch` in their state, for the server to repeat "
+                        f"the steps, but got states {[sorted(state) for state in optimizers.start['schedulers']]}."
                     )
                 self.left = {"steps": steps, "scaler": pack_numbers(end["scaler"])}
             return

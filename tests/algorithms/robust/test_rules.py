@@ -682,7 +682,7 @@ def test_rules_whose_steps_cannot_be_mixed(step):
     with pytest.raises(ValueError, match=f"Expected no `{kind}` with FLTrust: the step would mix"):
         chain_of(FLTrust(TRUSTED), [step])
     chain = chain_of(FedAvg(), [step])
-    with pytest.raises(ValueError, match=rf"Expected no `{kind}` with partial rows of \['scale'\]"):
+    with pytest.raises(ValueError, match=rf"Expected no `{kind}` if clients hold only some rows of \['scale'\]"):
         chain.start(RoundInfo(0, sliced=frozenset(["scale"])), split(np.zeros(WIDTH)))
 
 

@@ -262,7 +262,7 @@ def test_a_signed_order_is_done_once_and_before_its_expiry(order, tmp_path, capl
         ("train", Packet(signed.text.replace("\n1", "\n2"), signed.data)),
     ):
         assert json.loads(runner.answer(kind, packet, {}).text)["header"]["reason"] == NOT_ANSWERED
-    assert "the order is a copy of an earlier order" in caplog.text
+    assert "the server's order is a copy of an earlier order" in caplog.text
     assert caplog.text.count("or the order has expired") == 6
     line = signed.text.partition("\n")[2]
     digests = {digest_order("update", order.text, order.data, text) for text in (line, line.upper(), line + " ")}
