@@ -162,7 +162,7 @@ def check_sliced(
         return
     if not rule.accepts_rows:
         raise MisconfigurationException(
-            f"Expected a rule for updates with only some rows, as clients hold some rows of {sliced}, but "
+            f"Expected a rule for single rows, because clients hold only some rows of {sliced}, but "
             f"{type(rule).__name__} needs whole entries: use 'fedavg', for instance."
         )
     if options.optimizer_state == "keep":
