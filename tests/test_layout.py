@@ -165,7 +165,6 @@ WRITERS_OF_A_FIT = {
     "policies": {"callbacks.federation"},
     "synchronisation": {"rounds.loop"},
     "cohort": {"rounds.loop"},
-    "failed_rounds": {"rounds.loop"},
     "rounds": {"rounds.loop"},
     "is_plain": {"rounds.loop"},
     "averages": {"rounds.loop"},

@@ -138,7 +138,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
     if fault is not None:
         return {}, fault
     shift = _record_shift(fit, measured, names)
-    if fit.batch_norm.is_measured and not fit.is_remote:
+    if fit.batch_norm.is_measured and fit.remote is None:
         state, reports = local.global_state(), dict(measured)
         for client in server.report.received:
             statistics = own_statistics(reports.get(client, {}))  # empty if the client cannot measure
@@ -315,7 +315,7 @@ def load_own_model(
     statistics = without_prefix(stored, STATISTICS)
     if measure_round is not None:
         key = stored.get(STATISTICS)
-        has_data = fit.is_population_known and not (fit.is_remote and fit.has_server)
+        has_data = fit.is_population_known and (fit.remote is None or not fit.has_server)
         if key is None or int(key) != int(_model_key(local, state)):
             if has_data and client in fit.population.clients:
                 statistics = measured = _measure_client(fit, local, client, state, measure_round)

@@ -352,7 +352,7 @@ class Federation(TrainerCallback):
     @property
     def is_remote(self) -> bool:
         """True if the server or the clients run on other machines."""
-        return self._fit.is_remote
+        return self._fit.remote is not None
 
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:
         """Returns an object that loads any client's model into the module. The module must contain the global model."""
@@ -384,19 +384,19 @@ class Federation(TrainerCallback):
                 self._fit.set_population(self._fit.remote.population)
             return
         self._loop.detach()
-        fit, held = self._fit, self.server.held
+        state, held = self._loop.state_dict(), self.server.held
         self._reset(self._fit.remote)
         self._fit.trainer = trainer
-        if trainer.current_epoch and previous not in (None, trainer) and not self._fit.is_remote:
+        if trainer.current_epoch and previous not in (None, trainer) and not self.is_remote:
             raise MisconfigurationException(
                 f"This Trainer would continue after epoch {trainer.current_epoch}, but another Trainer has used the "
                 "`Federation` in the meantime: create a separate federation for each Trainer (`federation.replace()` "
                 "makes a copy)."
             )
-        if fit.rounds and previous is trainer and trainer.current_epoch:  # with a larger `max_epochs`
-            self._fit.continue_from(fit)
+        if state["rounds"] and previous is trainer and trainer.current_epoch:  # with a larger `max_epochs`
+            self._loop.continue_from(state)
             self.server.held = held
-            self.store.restore(fit.rounds, self.store.checkpoint(fit.rounds))
+            self.store.restore(state["rounds"], self.store.checkpoint(state["rounds"]))
         else:
             self.server.chain.load_state_dict(copy.deepcopy(self._fresh_chain))
             self.schedule.secret, self.schedule.seed = None, self.seed
@@ -405,7 +405,7 @@ class Federation(TrainerCallback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._loop.prepare()
-        if self._loop.is_planned and not self._fit.is_remote:
+        if self._loop.is_planned and not self.is_remote:
             check_estimate(self._fit)
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -428,7 +428,7 @@ class Federation(TrainerCallback):
         if self._fit.has_server and trainer.is_global_zero:
             _log.info(describe_start(self._fit, self.method.name, self._loop.plan.clients))
             is_large = self.schedule.cohort_size(len(self.population.clients)) >= _LEAST_AT_ONCE
-            if self.options.visits == "auto" and is_large and not self._fit.is_remote:
+            if self.options.visits == "auto" and is_large and not self.is_remote:
                 vectorized = find_feature("lightning_fed.backends.vectorized.plan")
                 if vectorized is not None:
                     vectorized.suggest_fastest(self._fit)
@@ -478,7 +478,7 @@ class Federation(TrainerCallback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restores the last complete global model in the module, also if the fit ends inside a round."""
         self._loop.end_training(pl_module)
-        failed = self._fit.failed_rounds
+        failed = self._loop.failed_rounds
         if failed.message and not failed.has_trained:
             raise RuntimeError(failed.message) from failed.cause
         self._loop.measure_statistics(self.store.clients())
@@ -536,10 +536,8 @@ class Federation(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         is_in_round = self._loop.open_round is not None
         module = None if self._trainer is None or is_in_round else self._trainer.lightning_module
-        if is_in_round:
-            self._fit.save_generators()
         return {
-            **self._fit.state_dict(),
+            **self._loop.state_dict(),
             "statistics": {} if self._trainer is None else statistics_of_monitored(self._fit),
             "seed": self.schedule.seed,
             "method": self.method.name,
@@ -562,7 +560,7 @@ class Federation(TrainerCallback):
         else:
             warn_of_batch_norm_option(state_dict.get("batch_norm", ""), repr(self.options.batch_norm))
         self._clients = state_dict.get("clients", "")
-        self._fit.load_state_dict(state_dict)
+        self._loop.load_state_dict(state_dict)
         then, now = state_dict["seed"], self.schedule.seed
         if then != now:
             _log.warning("The checkpoint used seed %d to draw rounds; further rounds use seed %d.", then, now)

@@ -16,11 +16,10 @@ from torch import nn
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.console import round_number
-from lightning_fed.data.population import Population, generator_states
+from lightning_fed.data.population import Population
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.federated_callback import federated_callbacks
 from lightning_fed.fit.entry_policies import decide_policies, freeze_unset, unset_buffers
-from lightning_fed.fit.failed_rounds import FailedRounds
 from lightning_fed.fit.options import BatchNormOption, FitOptions, FixedStatistics, LocalStatistics
 from lightning_fed.fit.round_log import RoundLog, format_bytes
 from lightning_fed.lightning.internals import callbacks_of, ignored_warning
@@ -38,7 +37,7 @@ from lightning_fed.server.schedule import Cohort, Schedule, Visit
 from lightning_fed.server.server import ServerInterface
 
 # State stored in checkpoints without conversion.
-_SAVED = ("generators", "rounds", "number", "is_plain", "fastest", "validation")
+_SAVED = ("rounds", "number", "is_plain", "fastest")
 _SAVED_OF_BATCH_NORM = ("initial_statistics", "decision", "num_measured", "model_round", "norm_layers")
 
 
@@ -193,21 +192,17 @@ class FederatedFit:
         is_plain: Whether the fit equals a fit without a federation (one client, an average, kept optimizer state);
             ``None`` before :meth:`RoundLoop.prepare <lightning_fed.rounds.loop.RoundLoop.prepare>`, or from the
             checkpoint.
-        generators: Random generators' states after the last visit of a plain fit, for checkpoints; ``None`` before the
-            first visit.
         cohort: The clients in the current or last round.
         rounds: Number of finished rounds.
         number: Number of earlier fits with this Trainer.
         clock: Time limit for visits; ``None`` without a limit.
         limit_visit: Function that returns a context with this time limit.
-        failed_rounds: Rounds without a new model due to failed clients.
         synchronisation: Synchronisation of several processes in a round; ``None`` with one process.
         warned: Subjects of the warnings so far, from :meth:`record_warning`.
         changes: Changes to warning filters, generators and the user's objects, reverted by :meth:`close`.
         batch_norm: Treatment of BatchNorm's running statistics.
         fastest: Choice for ``visits="fastest"``: number of simultaneous clients (0 before the choice), and the measured
             speed-up.
-        validation: Number of rounds between validations, by the user's ``val_check_interval``.
         averages: Lightning's weight averaging in this fit; ``None`` without such a callback, and in a plain fit.
     """
 
@@ -235,28 +230,21 @@ class FederatedFit:
         self.rounds = self.number = 0
         self.is_plain: bool | None = None
         self.averages: Any = None
-        self.generators: Any = None
         self.round_log = RoundLog()
-        self.failed_rounds = FailedRounds()
         self.synchronisation: RoundSynchronisation | None = None
         self._population: Population | None = None
         self.changes = ExitStack()
         self.warned: set[str] = set()
         self.batch_norm = BatchNormState(options.batch_norm, options.batch_norm, decision)
         self.fastest = 0, 1.0
-        self.validation: dict[float, int] = {}
 
     @property
     def module(self) -> L.LightningModule:
         return self.trainer.lightning_module
 
     @property
-    def is_remote(self) -> bool:
-        return self.remote is not None
-
-    @property
     def has_one_client(self) -> bool:
-        return not self.is_remote and len(self.population.clients) == 1
+        return self.remote is None and len(self.population.clients) == 1
 
     @property
     def has_ranks(self) -> bool:
@@ -294,7 +282,7 @@ class FederatedFit:
         population.local_steps = self.schedule.local_steps
         population.overfit_batches = self.trainer.overfit_batches  # type: ignore[attr-defined]
         most, clients = self.schedule.cohort_size(len(population.clients)), "in a round"
-        if self.options.availability.partial_work == "drop" and self.options.availability.stragglers:
+        if self.schedule.availability.partial_work == "drop":
             most, clients = self.schedule.active_size(most), "in a round that complete their work"
         if self.server.min_clients > most:
             raise MisconfigurationException(
@@ -344,46 +332,24 @@ class FederatedFit:
         if self._population is not None:
             self._population.close()  # a run of the garbage collector takes seconds
 
-    def save_generators(self) -> None:
-        if self.is_plain:
-            self.generators = generator_states()
-
     def state_dict(self) -> dict[str, Any]:
         return {
             **{name: getattr(self, name) for name in _SAVED},
             "totals": self.round_log.state_dict(),
-            "failed_rounds": [self.failed_rounds.in_a_row, self.failed_rounds.has_trained],
             **self.batch_norm.state_dict(),
             "unset": None if self.unset is None else sorted(self.unset),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        missing = [name for name in _SAVED if name not in state]
-        if missing:
-            raise MisconfigurationException(
-                f"Expected a checkpoint from this version, but {missing} are missing: use the version that saved it."
-            )
         for name in _SAVED:
             setattr(self, name, state[name])
         self.batch_norm.load_state_dict(state)
         self.round_log.load_state_dict(state["totals"])
-        self.failed_rounds = FailedRounds(*state["failed_rounds"])
         self.unset = None if state["unset"] is None else frozenset(state["unset"])
-
-    def continue_from(self, fit: FederatedFit) -> None:
-        self.load_state_dict(fit.state_dict())
-        self.round_log, self.failed_rounds = fit.round_log, fit.failed_rounds
-        self.number += 1
-        self.rounds = min(self.rounds, self.trainer.current_epoch)  # fewer batches after an interrupted validation
 
     def draw_cohort(self, round: int) -> Cohort:
         cohort: Cohort = self.server.rule.draw_cohort(round, self.schedule, self.population)
         return cohort
-
-    def served(self, cohort: Cohort) -> Cohort:
-        if self.options.availability.partial_work == "keep":
-            return cohort
-        return Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
 
 
 def describe_start(fit: FederatedFit, method: str, at_once: int) -> str:
@@ -418,7 +384,7 @@ def describe_start(fit: FederatedFit, method: str, at_once: int) -> str:
 
 
 def _execution(fit: FederatedFit, at_once: int) -> str:
-    if fit.is_remote:
+    if fit.remote is not None:
         return "on other machines"
     number = process_group_of(fit.trainer).size
     if number > 1:

@@ -158,7 +158,7 @@ def measure_own_statistics(fit: FederatedFit, clients: Iterable[Client]) -> None
     measurement the module contains the global model again.
     """
     module, ranks = fit.module, process_group_of(fit.trainer)
-    if fit.is_remote:
+    if fit.remote is not None:
         return
     local = fit.local_model(module)
     state, measured = local.global_state(), dict[Client, State]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,13 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning_fed.console import round_number
 from lightning_fed.data.federated import FederatedDataModule, datamodule_of_handed, is_one_client
 from lightning_fed.data.partition import Partition
-from lightning_fed.data.population import Population, in_one_thread, restore_generators, seeded_generators
+from lightning_fed.data.population import (
+    Population,
+    generator_states,
+    in_one_thread,
+    restore_generators,
+    seeded_generators,
+)
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.federated_callback import VISIT_HOOKS, FederatedCallback, federated_callbacks
 from lightning_fed.fit.checks import (
@@ -85,6 +91,7 @@ class RoundLoop:
         is_attached: True during a fit. Methods of the module and the Trainer are then replaced.
         is_planned: True from the first round of the fit on.
         is_ready: True after the federation's hooks ``setup`` and ``on_fit_start``.
+        failed_rounds: Rounds without a new model due to failed clients.
     """
 
     def __init__(self, fit: FederatedFit) -> None:
@@ -100,6 +107,40 @@ class RoundLoop:
         self._is_cut = False  # the fit ended inside the last round
         self._last_look = 0  # last round with a request for the clients' data
         self._validation_time: float | None = None  # of the last validation, by Lightning's clock
+        self._validation: dict[float, int] = {}  # rounds between validations by `val_check_interval`
+        self._generators: Any = None  # states after the last visit of a plain fit
+        self.failed_rounds = FailedRounds()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.open_round is not None:
+            self._save_generators()
+        return {
+            **self.fit.state_dict(),
+            "generators": self._generators,
+            "validation": self._validation,
+            "failed_rounds": [self.failed_rounds.in_a_row, self.failed_rounds.has_trained],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        missing = [name for name in self.state_dict() if name not in state]
+        if missing:
+            raise MisconfigurationException(
+                f"Expected a checkpoint from this version, but {missing} are missing: use the version that saved it."
+            )
+        self.fit.load_state_dict(state)
+        self._generators, self._validation = state["generators"], state["validation"]
+        self.failed_rounds = FailedRounds(*state["failed_rounds"])
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """Continues the last fit of the Trainer, given the last loop's :meth:`state_dict`."""
+        self.load_state_dict(state)
+        self.fit.number += 1
+        # An interrupted validation leaves fewer batches.
+        self.fit.rounds = min(self.fit.rounds, self.fit.trainer.current_epoch)
+
+    def _save_generators(self) -> None:
+        if self.fit.is_plain:
+            self._generators = generator_states()
 
     # The fit
 
@@ -248,14 +289,15 @@ class RoundLoop:
             self.fit.changes.callback(parameter.requires_grad_, True)
 
     def start_training(self) -> None:
-        if not isinstance(self.fit.trainer.train_dataloader, RoundLoader):
+        fit = self.fit
+        if not isinstance(fit.trainer.train_dataloader, RoundLoader):
             raise MisconfigurationException(
                 "The Trainer does not train on the clients' loaders: pass a datamodule to `fit`, such as "
                 "`lightning_fed.data.LoaderDataModule(train, val)`."
             )
-        if not (self.fit.is_remote and self.fit.has_server):  # a server of remote clients trains nothing here
-            self.fit.changes.enter_context(in_one_thread())
-        self.fit.changes.enter_context(seeded_generators())
+        if fit.remote is None or not fit.has_server:  # a server of remote clients trains nothing here
+            fit.changes.enter_context(in_one_thread())
+        fit.changes.enter_context(seeded_generators())
 
     def end_training(self, module: L.LightningModule) -> None:
         self._abandon_round()
@@ -322,83 +364,82 @@ class RoundLoop:
             self.start_fit()
             if self._find_new_entries():
                 self._plan_visits()
-        fit, round, interval = self.fit, self.fit.trainer.current_epoch, self._reload_interval
-        is_due = bool(interval) and round - self._last_look >= interval
-        if self.is_planned and is_due:
-            self._look_at_data()
-        self.find_population()
-        if is_due or not self.is_planned:
+        fit, trainer, remote = self.fit, self.fit.trainer, self.fit.remote
+        round, interval = trainer.current_epoch, self._reload_interval
+        if not self.is_planned:
             self._last_look = round
-        self._validation_time = exchange_validation_time(fit.trainer, None) if self.is_planned else None
+        if interval and round - self._last_look >= interval:
+            self._look_at_data()
+            self._last_look = round
+        self.find_population()
+        self._validation_time = exchange_validation_time(trainer, None) if self.is_planned else None
         self.is_planned = True
-        remote = fit.remote
         cohort = fit.draw_cohort(round) if remote is None else remote.cohort(lambda: fit.draw_cohort(round))
-        served = fit.served(cohort)
-        if remote is not None:
-            served = remote.visits_here(served)
+        served = fit.schedule.served(cohort)
         loader = self.plan.loader(
             fit.population,
-            served,
-            fit.trainer.limit_train_batches,
-            process_group_of(fit.trainer),
+            served if remote is None else remote.visits_here(served),
+            trainer.limit_train_batches,
+            process_group_of(trainer),
             fit.synchronisation and fit.synchronisation.visit_costs,
             fit.clock,
         )
         if remote is None:
-            check_round(fit.trainer, loader.visits, len(fit.population.clients))
-        if remote is None and len(fit.population.clients) > 1:
-            validate_after_rounds(fit.trainer, loader.visits, fit.validation, fit.changes.callback)
+            check_round(trainer, loader.visits, len(fit.population.clients))
+            if len(fit.population.clients) > 1:
+                validate_after_rounds(trainer, loader.visits, self._validation, fit.changes.callback)
         if loader.is_endless:
-            loader.on_end = partial(end_with_batch, fit.trainer)
+            loader.on_end = partial(end_with_batch, trainer)
         loader.on_start = partial(self._start_round, loader, cohort)
         return loader
 
     def _start_round(self, loader: RoundLoader, cohort: Cohort) -> None:
         """Starts the round when Lightning's training loop requests the first batch from ``loader``."""
-        if self.fit.trainer.train_dataloader is loader:
-            interval: int = self.fit.trainer.log_every_n_steps  # type: ignore[attr-defined]
-            if self.fit.trainer.num_training_batches < interval and self.fit.record_warning("log_every_n_steps"):
-                # Lightning repeats the advice for rounds of other lengths.
-                self.fit.ignore_warning("The number of training batches")
-            num_trained = batches_in_epoch(self.fit.trainer)  # more than 0 after a resume
-            if self.fit.is_plain:
-                loader.num_skipped, loader.on_skipped = num_trained, partial(restore_generators, self.fit.generators)
-                self.start_epoch()  # Lightning omits the hook in a resumed epoch
-            elif num_trained or self.fit.rounds > self.fit.trainer.current_epoch:
-                raise MisconfigurationException(
-                    f"The checkpoint was saved inside round {round_number(self.fit.trainer.current_epoch)} (before the "
-                    "validation, or before the last batch of a single client), which this fit cannot continue: resume "
-                    "with the clients, options and validation settings of the fit that saved the checkpoint."
-                )
-            self.fit.cohort = cohort
-            if self._find_new_entries() and self.plan.loader is not RoundLoader:
-                raise MisconfigurationException(
-                    "Expected the module to have all parameters and buffers when a round is planned, because several "
-                    "clients train at once, but a hook has added some since then: add the tensors earlier, or use "
-                    "visits='auto'."
-                )
-            if self.fit.remote is not None:
-                self.fit.remote.start(self.fit)
-            trainer = self.fit.trainer
-            self._correct = partial(
-                restart_epoch,
-                global_step=trainer.global_step,
-                progress=fit_progress(trainer),
-                window=trainer.accumulate_grad_batches,
+        fit, trainer = self.fit, self.fit.trainer
+        if trainer.train_dataloader is not loader:
+            return
+        interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if trainer.num_training_batches < interval and fit.record_warning("log_every_n_steps"):
+            fit.ignore_warning("The number of training batches")  # Lightning repeats the advice for other lengths
+        num_trained = batches_in_epoch(trainer)  # more than 0 after a resume
+        if fit.is_plain:
+            loader.num_skipped, loader.on_skipped = num_trained, partial(restore_generators, self._generators)
+            self.start_epoch()  # Lightning omits the hook in a resumed epoch
+        elif num_trained or fit.rounds > trainer.current_epoch:
+            raise MisconfigurationException(
+                f"The checkpoint was saved inside round {round_number(trainer.current_epoch)} (before the validation, or "
+                "before the last batch of a single client), which this fit cannot continue: resume with the clients, "
+                "options and validation settings of the fit that saved the checkpoint."
             )
-            self.open_round = Round(self.fit, loader, cohort, self.plan.driver)
-            self.open_round.driver.attach(partial(self._close_round, self.open_round), self._batch_loop)
-            self.open_round.open()
+        fit.cohort = cohort
+        if self._find_new_entries() and self.plan.loader is not RoundLoader:
+            raise MisconfigurationException(
+                "Expected the module to have all parameters and buffers when a round is planned, because several "
+                "clients train at once, but a hook has added some since then: add the tensors earlier, or use "
+                "visits='auto'."
+            )
+        if fit.remote is not None:
+            fit.remote.start(fit)
+        self._correct = partial(
+            restart_epoch,
+            global_step=trainer.global_step,
+            progress=fit_progress(trainer),
+            window=trainer.accumulate_grad_batches,
+        )
+        round = self.open_round = Round(fit, loader, cohort, self.plan.driver)
+        round.driver.attach(partial(self._close_round, round), self._batch_loop)
+        round.open()
 
     def _close_round(self, round: Round) -> bool:
-        fit, server, loader = self.fit, self.fit.server, round.loader
+        fit, trainer, server, loader = self.fit, self.fit.trainer, self.fit.server, round.loader
+        self._save_generators()
         round.join()
         if fit.remote is not None:
             fit.remote.exchange(round)
             fit.cohort = round.cohort
-        window, real = fit.trainer.accumulate_grad_batches, sum(planned.num_batches for planned in loader.visits)
+        window, real = trainer.accumulate_grad_batches, sum(planned.num_batches for planned in loader.visits)
         padded = -(-(real + loader.padding) // window) + real // -window  # Lightning's steps after the last visit
-        move_log_position(fit.trainer, -min(padded, log_position(fit.trainer)))
+        move_log_position(trainer, -min(padded, log_position(trainer)))
         has_aggregate = round.close()
         self.open_round = None
         self._is_cut, self._correct = not loader.is_over, self._complete_round
@@ -407,15 +448,15 @@ class RoundLoop:
             self.measure_statistics(server.report.received)
         round.end()  # after counting, because hooks may raise and checkpoints need the count
         if has_aggregate:
-            fit.failed_rounds = FailedRounds(has_trained=True)
+            self.failed_rounds = FailedRounds(has_trained=True)
         elif fit.has_server:
-            fit.failed_rounds.count(
+            self.failed_rounds.count(
                 server.report,
                 fit.options.faults.max_failed_rounds,
                 server.min_clients,
                 len(fit.population.clients),
                 {**loader.errors, **server.errors},
-                process_group_of(fit.trainer),
+                process_group_of(trainer),
             )
         waiting, self._waiting = self._waiting, []
         for call in waiting:
@@ -471,6 +512,7 @@ class RoundLoop:
         round = self.open_round
         if round is not None:
             round.abandon()
+            self._save_generators()
             self.open_round = None
             round.end()
 

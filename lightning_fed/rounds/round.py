@@ -144,7 +144,6 @@ class Round:
     # 2. Close
 
     def join(self) -> None:
-        self.fit.save_generators()
         if self.local.dropped and self.fit.record_warning("dropped"):
             warn_of_dropped(self.local.dropped)
         frozen = [name for name in self.fit.unset or () if self.fit.policies[name] == "frozen"]
@@ -214,7 +213,7 @@ class Round:
 
     def _counting(self) -> list[int]:
         received = self._server.report.received
-        served = self.fit.served(self.cohort).visits  # without stragglers whose work is dropped
+        served = self.fit.schedule.served(self.cohort).visits  # without stragglers whose work is dropped
         return [position for position, visit in enumerate(served) if visit.client in received]
 
     def _commit(self, counting: Collection[Client]) -> None:
@@ -257,7 +256,6 @@ class Round:
         if self._check is not None:
             self._check.stop()
         self.driver.close()
-        self.fit.save_generators()
         if not self.fit.is_plain:
             self.local.load_global(self.state)
         self.optimizers.start_visit()

@@ -206,6 +206,12 @@ class Schedule:
                 visits.append(self._visit(round, client, False))
         return Cohort(tuple(visits), tuple(dropped))
 
+    def served(self, cohort: Cohort) -> Cohort:
+        """Returns a cohort without the stragglers whose partial work is not aggregated."""
+        if self.availability.partial_work == "keep":
+            return cohort
+        return Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
+
     def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
         """Draws a second, independent set of clients with the cohort's size, for FedDANE. Excludes dropouts."""
         chosen = self._draw(_SECOND, round, clients)
