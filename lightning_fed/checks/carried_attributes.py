@@ -301,12 +301,12 @@ class CarriedAttributes:
         return result
 
     def _training_state(self) -> str:
-        tensors = [tensor.detach() for tensor in self._module.parameters()]
-        gradients = [tensor.grad for tensor in self._module.parameters() if tensor.grad is not None]
+        pairs = ((tensor.detach(), tensor.grad) for tensor in self._module.parameters())
+        tensors = [each for pair in pairs for each in pair if each is not None]
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         state = (
-            [tensor_version(tensor) for tensor in (*tensors, *gradients)],
-            [float(length) for length in norms(each for each in (*tensors, *gradients) if _has_norm(each))],
+            [tensor_version(tensor) for tensor in tensors],
+            [float(length) for length in norms(filter(_has_norm, tensors))],
             [{name: value for name, value in group.items() if isinstance(value, VALUES)} for group in groups],
         )
         return repr(state)
@@ -317,10 +317,9 @@ class CarriedAttributes:
         ]
 
     def _owners(self) -> dict[str, Any]:
-        layers = {f"{path}." if path else "": layer for path, layer in _layers(self._module)}
         owners: dict[str, Any] = {
-            prefix: layer
-            for prefix, layer in layers.items()
+            f"{path}." if path else "": layer
+            for path, layer in _layers(self._module)
             if layer is self._module or not type(layer).__module__.startswith("lightning_fed.")
         }
         # The Trainer steps other schedulers after the visits.

@@ -86,12 +86,11 @@ class MemoryStore(ClientStore):
         return self._of_round.get(client, self._states.get(client)) or None
 
     def clients(self) -> Collection[Client]:
-        return [client for client, state in (self._states | self._of_round).items() if state]
+        return self._latest()
 
     def put(self, client: Client, round: int, state: State) -> None:
         if round != self._round:
-            self._add_round(self._states)
-            self._round, self._of_round = round, {}
+            self._states, self._round, self._of_round = self._latest(), round, {}
         self._of_round[client] = copy_state(state)
 
     def commit(self, round: int, clients: Collection[Client]) -> None:
@@ -99,9 +98,7 @@ class MemoryStore(ClientStore):
             self._of_round = {client: state for client, state in self._of_round.items() if client in clients}
 
     def checkpoint(self, round: int) -> dict[str, Any]:
-        states = dict(self._states)
-        if self._round < round:
-            self._add_round(states)
+        states = self._latest() if self._round < round else self._states
         return {"clients": plain_keys(states), "states": [copy_state(state) for state in states.values()]}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
@@ -117,11 +114,8 @@ class MemoryStore(ClientStore):
         for client, state in share.items():
             self.put(client, round, state)
 
-    def _add_round(self, states: dict[Client, State]) -> None:
-        for client, state in self._of_round.items():
-            states[client] = state
-            if not state:
-                del states[client]
+    def _latest(self) -> dict[Client, State]:
+        return {client: state for client, state in (self._states | self._of_round).items() if state}
 
 
 class FolderStore(ClientStore):

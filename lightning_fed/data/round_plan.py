@@ -131,11 +131,11 @@ def _plan_visit(
         is_counted=is_counted,
         pass_batches=passes,
     )
-    if planned.num_batches == 0 and is_counted:
+    if planned.num_batches:
+        return planned
+    if is_counted:
         return "the client's loader returned no batch"
-    if planned.num_batches == 0:
-        return f"the client's {num_samples} examples do not fill a batch, and `drop_last` is set"
-    return planned
+    return f"the client's {num_samples} examples do not fill a batch, and `drop_last` is set"
 
 
 def _apply_limit(plan: PlannedRound, limit: int | float) -> None:

@@ -8,7 +8,6 @@ import logging
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -240,9 +239,7 @@ def check_file(path: str | os.PathLike[str] | None) -> None:
 
     Remote files and files without checksums are accepted. A damaged file raises ``ValueError``.
     """
-    if path is None or not Path(path).is_file() or not zipfile.is_zipfile(path):
-        return
-    if not torch.serialization.get_crc32_options():
+    if path is None or not (zipfile.is_zipfile(path) and torch.serialization.get_crc32_options()):
         return
     try:
         with zipfile.ZipFile(path) as archive:

@@ -51,8 +51,8 @@ def decide_policies(
         ('shared', 'frozen')
     """
     layers = {kind for kind in BatchNorm if any(isinstance(layer, kind) for layer in module.modules())}
-    keeps_statistics = isinstance(batch_norm, LocalStatistics)
-    if (batch_norm == "personal" or keeps_statistics) and not layers:
+    own = batch_norm if isinstance(batch_norm, LocalStatistics) else None
+    if (batch_norm == "personal" or own) and not layers:
         raise OptionError(
             f"Expected a model with BatchNorm layers for batch_norm={batch_norm!r} "
             f"({'FedBN' if batch_norm == 'personal' else 'SiloBN'}), but {type(module).__name__} has none: list the "
@@ -64,10 +64,9 @@ def decide_policies(
     if batch_norm == "frozen" and layers:
         frozen = (*frozen, *sorted(statistics))
     policies = entry_policies(module, personal, frozen)
-    if isinstance(batch_norm, LocalStatistics):
-        unsent: Policy = "personal" if batch_norm.measured == "visit" else "frozen"
-        if batch_norm != LocalStatistics("pooled"):
-            policies |= {name: unsent for name in statistics if policies.get(name) == "shared"}
+    if own and own != LocalStatistics("pooled"):
+        unsent: Policy = "personal" if own.measured == "visit" else "frozen"
+        policies |= {name: unsent for name in statistics if policies.get(name) == "shared"}
     for name in sliced:
         if policies.get(name) != "shared":
             raise OptionError(
@@ -75,9 +74,9 @@ def decide_policies(
                 f"{'it is ' + policies[name] if name in policies else 'the model has no such entry'}."
             )
         policies[name] = "sliced"
-    at_home = [name for name, policy in policies.items() if policy == "personal"]
-    if keeps_statistics:  # a separate option determines the global model's statistics
-        at_home = [name for name in at_home if name not in statistics]
+    # With separate statistics, an option determines the global model's statistics.
+    expected = statistics if own else ()
+    at_home = [name for name, policy in policies.items() if policy == "personal" and name not in expected]
     if at_home:
         _log.warning(
             "%d entries stay on the clients (%s, ...). Validation of the global model uses their initial values. "

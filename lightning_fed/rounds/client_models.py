@@ -129,7 +129,7 @@ def ask(
                 def answer_here(visit: Visit) -> ClientUpdate:
                     sent = send(visit).state
                     if own:
-                        statistics = _load_own_model(fit, local, visit.client, sent, fit.batch_norm.measure_round)
+                        statistics = _load_own_model(fit, local, visit.client, sent)
                         measured.update({} if statistics is None else {visit.client: statistics})
                     else:
                         local.load_global(sent)
@@ -167,8 +167,7 @@ def measure_own_statistics(fit: FederatedFit, clients: Iterable[Client]) -> None
         with torch.inference_mode(False), ranks.independent():
             for client in itertools.islice(ordered, ranks.rank, None, ranks.size):
                 try:
-                    served_state = _shared(fit, client, state)
-                    statistics = _load_own_model(fit, local, client, served_state, fit.batch_norm.measure_round)
+                    statistics = _load_own_model(fit, local, client, _shared(fit, client, state))
                 except ClientFault as fault:
                     _log.warning("The BatchNorm statistics of client %r are excluded: %s.", client, fault)
                     continue
@@ -179,22 +178,21 @@ def measure_own_statistics(fit: FederatedFit, clients: Iterable[Client]) -> None
     _store_measurements(fit, local, measured, state)
 
 
-def _load_own_model(
-    fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int | None
-) -> State | None:
+def _load_own_model(fit: FederatedFit, local: LocalModel, client: Client, state: State) -> State | None:
     # Returns new BatchNorm statistics, if the client has measured for the evaluation.
     measurement = find_measurement(fit.module)
     if measurement is None:
         stored = local.recall(client)
         local.load_client(client, state, stored, without_prefix(memory_of(stored), OWN_MODEL))
         return None
-    statistics: State | None = measurement.load_own_model(fit, local, client, state, measure_round)
+    round = fit.batch_norm.measure_round
+    statistics: State | None = measurement.load_own_model(fit, local, client, state, round)
     return statistics
 
 
 def _load(fit: FederatedFit, local: LocalModel, client: Client, state: State) -> None:
     # With several processes, a single process stores no measurement.
-    statistics = _load_own_model(fit, local, client, _shared(fit, client, state), fit.batch_norm.measure_round)
+    statistics = _load_own_model(fit, local, client, _shared(fit, client, state))
     if statistics is not None and process_group_of(fit.trainer).size == 1:
         _store_measurements(fit, local, {client: statistics}, state)
 

@@ -70,7 +70,8 @@ class Round:
         self._trainer, self._module, self._server = fit.trainer, fit.module, fit.server
         if fit.is_batch_norm_fixed:
             freeze_batch_norm(fit.module)
-        seed_everything(fit.schedule.start_seed(fit.trainer.current_epoch))
+        round = fit.trainer.current_epoch
+        seed_everything(fit.schedule.start_seed(round))
         self._server_callbacks = server_callbacks(fit)
         self.local = fit.local_model(fit.module)
         self.optimizers = self._collect_optimizers()
@@ -85,9 +86,9 @@ class Round:
         open_visit = partial(ClientVisit, fit, self.local, self.optimizers, self._untrained)
         self.driver = driver(fit, loader, open_visit)
         unchanged = {name: self.state[name] for name in self._untrained}
-        self._server.held.start_round(fit.trainer.current_epoch, unchanged)
+        self._server.held.start_round(round, unchanged)
         info = RoundInfo(
-            fit.trainer.current_epoch,
+            round,
             fit.population.clients,
             trainable_entries(fit.module),
             frozenset(self._untrained) & frozenset(self.local.parameters),
@@ -160,9 +161,10 @@ class Round:
 
     def close(self) -> bool:
         """Aggregates the updates, loads the new global model, and logs the round. Returns ``True`` for a new model."""
+        report = self._server.report
         self.driver.detach()
         show_status(self._trainer, "averaging")
-        seed_everything(self.fit.schedule.end_seed(self._server.report.round))
+        seed_everything(self.fit.schedule.end_seed(report.round))
         state = self.aggregate()
         is_new = state is not None and state is not self.state
         self.load_global(self.state if state is None else state, [] if state is None else self._counting())
@@ -171,14 +173,14 @@ class Round:
         if is_new:
             fault = self.measure_batch_norm()
             if fault is not None:
-                _log.error("Round %d is reverted: %s.", round_number(self._server.report.round), fault)
+                _log.error("Round %d is reverted: %s.", round_number(report.round), fault)
                 self._server.abandon_round()
                 self.load_global(self.state)
                 state, is_new = None, False
         if is_new:
-            self.fit.batch_norm.model_round = self._server.report.round
-        self._commit(() if state is None else self._server.report.received)
-        self._server.held.record_clients(self._server.report.round, self._server.report.received)
+            self.fit.batch_norm.model_round = report.round
+        self._commit(() if state is None else report.received)
+        self._server.held.record_clients(report.round, report.received)
         self.log(has_aggregate=state is not None)
         if self.fit.synchronisation is not None:
             self.fit.synchronisation.end_round()
@@ -236,7 +238,7 @@ class Round:
         metrics = {**chain.metrics(report.norms), **self._measured} if has_aggregate else {}
         self.fit.round_log.end_round(
             self._trainer,
-            self._server.report,
+            report,
             self.cohort,
             self.state,
             self.local.entries,

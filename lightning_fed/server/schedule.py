@@ -173,7 +173,7 @@ class Schedule:
         return self.clients_per_round
 
     def active_size(self, size: int) -> int:
-        return round_half_up(size * (1 - self.availability.stragglers))
+        return math.floor(size * (1 - self.availability.stragglers) + 0.5 + 1e-9)  # halves are rounded upwards
 
     def cohort(
         self,
@@ -198,12 +198,12 @@ class Schedule:
                 dropped.append(client)
             else:
                 is_straggler = position in straggling and client not in always
-                visits.append(self._visit(round, client, is_straggler))
+                visits.append(self.visit_of(round, client, is_straggler))
         for client in always:
             if client not in chosen:
                 if client not in clients:
                     raise OptionError(f"Expected the rule's trusted client {client!r}, but no client has this name.")
-                visits.append(self._visit(round, client, False))
+                visits.append(self.visit_of(round, client))
         return Cohort(tuple(visits), tuple(dropped))
 
     def served(self, cohort: Cohort) -> Cohort:
@@ -225,10 +225,6 @@ class Schedule:
         """Returns the seed for random draws after a round's visits, in aggregation and validation."""
         return derive_seed(self.seed, round, _END)
 
-    def visit_of(self, round: int, client: Client) -> Visit:
-        """Returns a client's complete visit (no straggler) in a round, with the same seed as in the cohort."""
-        return self._visit(round, client, is_straggler=False)
-
     def _draw(self, purpose: int, round: int, clients: Sequence[Client]) -> list[Client]:
         size = self.cohort_size(len(clients))
         if size == len(clients):
@@ -242,17 +238,15 @@ class Schedule:
         return [clients[int(position)] for position in np.sort(positions)]
 
     def _stragglers(self, round: int, size: int) -> set[int]:
-        active = self.active_size(size)
-        if active == size:
-            return set()
         order = self._generator(_STRAGGLERS, round).permutation(size)
-        return {int(position) for position in order[active:]}
+        return {int(position) for position in order[self.active_size(size) :]}
 
     def _drops_out(self, round: int, client: Client) -> bool:
         share = self.availability.client_dropout
         return share > 0 and bool(self._generator(_DROPOUT, round, client_key(client)).random() < share)
 
-    def _visit(self, round: int, client: Client, is_straggler: bool) -> Visit:
+    def visit_of(self, round: int, client: Client, is_straggler: bool = False) -> Visit:
+        """Returns a client's visit in a round. A straggler's visit has the complete visit's seed and less work."""
         key = client_key(client)
         seed = derive_seed(self.seed, round, _VISIT, key)
         epochs, steps, portion = self.local_epochs, self.local_steps, None
@@ -268,11 +262,6 @@ class Schedule:
 
     def _generator(self, purpose: int, round: int, *keys: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, round, purpose, *keys])
-
-
-def round_half_up(value: float) -> int:
-    """Rounds to the nearest integer, and halves upwards: 2.5 becomes 3 (``round`` would return 2)."""
-    return math.floor(value + 0.5 + 1e-9)
 
 
 def _count_or_fraction(value: object) -> int | float:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_fed.argument_checks import check_count
 from lightning_fed.console import round_number
 from lightning_fed.errors import BadUpdate, BadUpdates, describe, without_frames
 from lightning_fed.messages import (
@@ -161,7 +160,7 @@ class ServerInterface(ABC):
 
     def __init__(self, chain: Chain, min_clients: int = 1) -> None:
         self.chain = chain
-        self.min_clients = check_count("min_clients", min_clients)
+        self.min_clients = min_clients
         self.errors: dict[Client, Exception] = {}
         self.report = RoundReport(round=-1)
         self.state_before: dict[str, Any] = {}

@@ -179,12 +179,6 @@ def test_nobody_is_missing_twice(server):
     assert server.report.failed == {"b": "it went away"}
 
 
-@pytest.mark.parametrize("min_clients", [0, -3])
-def test_min_clients_out_of_range(min_clients):
-    with pytest.raises(ValueError, match=f"`min_clients` to be at least 1, but got {min_clients}"):
-        Server(Chain(FedAvg()), min_clients)
-
-
 def test_norm():
     tensors = [torch.tensor([3.0, 0.0]), torch.tensor(4.0), torch.zeros(0), torch.tensor([[12]], dtype=torch.int64)]
     assert norm(tensors).item() == 13.0
