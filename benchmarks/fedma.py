@@ -439,7 +439,8 @@ def draw(name: str, runs: Sequence[Mapping[str, Any]], path: Path) -> None:
         ends = [place for place, (first, *_) in enumerate(rounds) if "fedma/growth" in first] or range(len(rounds))
         scores = [statistics.fmean(values[monitor] for values in rounds[place]) for place in ends]
         style = ":" if method == CENTRAL else "-" if len(ends) == len(rounds) > 1 else "o--"
-        panels[0].plot([place + 1 for place in ends], scores, style, color=f"C{number}", label=method)
+        label = method.replace(METHODS[-1], "FedMA as published")
+        panels[0].plot([place + 1 for place in ends], scores, style, color=f"C{number}", label=label)
         if method != CENTRAL:
             sent = [statistics.fmean(map(megabytes, rounds[place])) for place in ends]
             panels[1].plot(sent, scores, style, color=f"C{number}")

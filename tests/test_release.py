@@ -20,6 +20,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 def test_one_version_everywhere():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+    assert f"copyright: Version {__version__}\n" in (ROOT / "mkdocs.yml").read_text()  # in the site's footer
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "[Unreleased]"
     assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\w*\] - \d{4}-\d\d-\d\d", heading) for heading in headings[1:])

@@ -15,7 +15,7 @@ from lightning_fed.callbacks.evaluation.tables import csv_text
 from lightning_fed.callbacks.pictures import new_figure
 from lightning_fed.compare.method_options import CENTRAL
 from lightning_fed.console import markdown_table
-from lightning_fed.report.figures import INK, save_figure
+from lightning_fed.report.figures import COLORS, INK, save_figure
 from lightning_fed.study.statistics import difference_of_sums, paired_sums
 
 _log = logging.getLogger(__name__)
@@ -160,12 +160,11 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
             curves = [[values.get(monitor, math.nan) for values in run["rounds"]] for run in runs]
             columns = list(zip(*curves, strict=False))  # rounds completed by all seeds
             rounds = range(1, len(columns) + 1)
-            style = "-" if number < 10 else "--"  # matplotlib cycles through ten colours
-            (line,) = axes.plot(
-                rounds, [statistics.fmean(values) for values in columns], style, label=_short_name(method)
-            )
+            turn, place = divmod(number, len(COLORS))
+            style, means = ("-", "--", ":", "-.")[turn % 4], [statistics.fmean(values) for values in columns]
+            axes.plot(rounds, means, style, color=COLORS[place], label=_short_name(method))
             lows, highs = [min(values) for values in columns], [max(values) for values in columns]
-            axes.fill_between(rounds, lows, highs, alpha=0.15, color=line.get_color(), linewidth=0)
+            axes.fill_between(rounds, lows, highs, alpha=0.15, color=COLORS[place], linewidth=0)
         if central:
             goal = _goal(results[0]["mode"], target, statistics.fmean(central))
             axes.axhline(statistics.fmean(central), color=INK, linewidth=0.8, label=CENTRAL)

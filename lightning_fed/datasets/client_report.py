@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -99,26 +100,34 @@ class ClientReport:
         return text
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
-        """Saves a picture in a matplotlib format. Each row shows one client's first images and class shares."""
-        shares = torch.tensor([self._shares(summary) for summary in self.clients])
-        widest = max(1, self.num_classes)
-        widths = 1.6 + 1.1 * _PICTURES, 0.8 + 0.45 * widest
+        """Draws one row per client, with the first images and the class shares, in any file format of matplotlib.
+
+        Without labels, bars show the numbers of examples instead of the shares.
+        """
+        widths = [1.9 + 1.1 * _PICTURES] if any(summary.images for summary in self.clients) else []
+        widths += [2.2 + 0.35 * max(5, self.num_classes)]
         figure = new_figure((sum(widths), 1.2 + 1.1 * len(self.clients)))
-        left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=widths)[0]
-        axes = left.subplots(len(self.clients), _PICTURES, squeeze=False)
-        for row, summary in zip(axes, self.clients, strict=True):
-            for column, axis in enumerate(row):
-                axis.set(xticks=[], yticks=[])
-                if column < len(summary.images):
-                    axis.imshow(_displayed(summary.images[column]), vmin=0, vmax=1, cmap="gray")
-                else:
-                    axis.axis("off")
-            row[0].set_ylabel(f"{summary.client}\n{summary.num_examples}", rotation=0, ha="right", va="center")
-        if self.num_classes:
-            axis = right.subplots()
+        *left, right = figure.subfigures(1, len(widths), squeeze=False, width_ratios=widths)[0]
+        for part in left:
+            part.suptitle("first images of each client")
+            grid = part.subplots(len(self.clients), _PICTURES, squeeze=False)
+            for row, summary in zip(grid, self.clients, strict=True):
+                for axis, image in zip_longest(row, summary.images):
+                    axis.set(xticks=[], yticks=[], frame_on=image is not None)
+                    if image is not None:
+                        axis.imshow(_displayed(image), vmin=0, vmax=1, cmap="gray")
+                name = f"{summary.client}\n{summary.num_examples} examples"
+                row[0].set_ylabel(name, rotation=0, ha="right", va="center")
+        axis, places = right.subplots(), range(len(self.clients))
+        axis.set_yticks(places, [str(summary.client) for summary in self.clients])
+        axis.set(ylabel="client", xlabel="class" if self.num_classes else "examples")
+        if not self.num_classes:
+            axis.barh(places, [summary.num_examples for summary in self.clients])
+            axis.invert_yaxis()
+        else:
+            shares = torch.tensor([self._shares(summary) for summary in self.clients])
             drawn = axis.imshow(shares.sqrt().numpy(), aspect="auto", vmin=0, vmax=1, cmap="viridis")
             axis.set_xticks(range(self.num_classes), [*map(self._name, range(self.num_classes))], rotation=90)
-            axis.set_yticks(range(len(self.clients)), [str(summary.client) for summary in self.clients])
             bar = right.colorbar(drawn, ax=axis, label="share of the class")
             bar.set_ticks([0, 0.1**0.5, 0.5**0.5, 1], labels=["0", "10 %", "50 %", "100 %"])
         save_figure(figure, Path(path))

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 INK = "0.5"
 """Grey for text and axes, readable on white and on black."""
 
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+"""Colours of curves, distinct with red-green blindness (Okabe and Ito, 2008)."""
+
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Writes a matplotlib figure with a transparent background and grey axes, for light and dark pages."""

@@ -17,7 +17,7 @@ from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.callbacks.evaluation.tables import csv_text
 from lightning_fed.callbacks.pictures import has_matplotlib, new_figure
 from lightning_fed.console import markdown_table
-from lightning_fed.report.figures import INK, save_figure
+from lightning_fed.report.figures import COLORS, INK, save_figure
 from lightning_fed.study.answers import Answer, Kind, answer_site, estimate
 from lightning_fed.study.statistics import Estimate, effect_of_sums, holm, random_effects
 
@@ -214,7 +214,7 @@ def draw_forest(rows: Sequence[SiteGain], path: Path) -> None:
     axes.axvline(0, color=INK, linewidth=0.8)
     for place, row in enumerate(shown):
         assert row.gain is not None
-        color = {"hurts": "tab:red", "helps": "tab:green"}.get(row.verdict, INK)
+        color = {"helps": COLORS[0], "hurts": COLORS[1]}.get(row.verdict, INK)
         axes.plot(row.interval, [-place, -place], color=color)
         axes.plot([float(row.gain.value)], [-place], "s" if row.site else "D", color=color)
     names = [f"{row.site}, n = {row.count}" if row.site else f"mean over {row.count} sites" for row in shown]

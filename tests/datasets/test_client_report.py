@@ -63,7 +63,7 @@ def test_the_picture_has_the_images_and_the_shares_of_the_classes(tmp_path, monk
     *tiles, shares, bar = figures[0].axes
     shown = [torch.as_tensor(np.array(axes.get_images()[0].get_array())) for axes in tiles]
     assert torch.equal(torch.stack(shown), IMAGES[[0, 1, 2, 3, 4, 5]].movedim(1, -1))
-    assert [axes.get_ylabel() for axes in tiles[::3]] == ["a\n3", "b\n40"]
+    assert [axes.get_ylabel() for axes in tiles[::3]] == ["a\n3 examples", "b\n40 examples"]
     (map_,) = shares.get_images()
     drawn = torch.as_tensor(np.array(map_.get_array())).square()  # the colours show square roots
     counts = torch.stack([summary.counts for summary in report.clients]).double()
@@ -88,13 +88,19 @@ def test_clients_of_their_own_with_labels_and_with_masks_per_class():
     assert (summary.counts.tolist(), summary.num_ignored) == ([0, 20], 12)
 
 
-def test_data_without_classes_or_images():
+def test_data_without_classes_or_images(tmp_path, monkeypatch):
     data = FederatedDataModule([TensorDataset(torch.rand(4, 7), torch.rand(4))])
     (summary,) = report_clients(data.population()).clients
     assert (summary.num_examples, summary.present) == (4, [])
     assert math.isnan(summary.distance)
     assert math.isnan(summary.brightness)
-    assert "| 0 | 4 | - | - | - | - | - | - |" in str(report_clients(data.population()))
+    report = report_clients(data.population())
+    assert "| 0 | 4 | - | - | - | - | - | - |" in str(report)
+    figures = []
+    monkeypatch.setattr(client_report, "save_figure", lambda figure, path: figures.append(figure))
+    report.save_picture(tmp_path / "clients.png")
+    (axes,) = figures[0].axes  # no empty tiles
+    assert ([bar.get_width() for bar in axes.patches], axes.get_xlabel()) == ([4], "examples")
 
 
 def test_global_generators_are_left_alone():

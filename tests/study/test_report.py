@@ -153,7 +153,7 @@ def test_the_files_of_a_study(tmp_path, monkeypatch):
         rows = list(csv.DictReader(file))
     assert len(rows) == 6 * 6  # pairs; five sites and the mean
     rows = [row for row in rows if (row["method"], row["baseline"], row["gain"] != "") == ("fedavg", "local", True)]
-    colors = {"hurts": "tab:red", "helps": "tab:green", "no difference shown": "0.5"}
+    colors = {"hurts": "#d55e00", "helps": "#0072b2", "no difference shown": "0.5"}  # not red and green
     for place, row in enumerate(rows):
         color = colors[row["verdict"]]
         assert drawn[2 * place] == (pytest.approx([float(row["low"]), float(row["high"])]), -place, color)
