@@ -4,6 +4,7 @@ Each script is forked from a process used only for imports, and shares only file
 """
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -16,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CAN_FORK = "forkserver" in multiprocessing.get_all_start_methods()
 PROCESSES = multiprocessing.get_context("forkserver" if CAN_FORK else "spawn")
-if CAN_FORK:
-    PROCESSES.set_forkserver_preload(["lightning_fed.trainer", "lightning_fed.callbacks"])
+# The last two modules import the tests' models and Flower: 1.3 seconds in each process otherwise.
+PRELOADED = ["lightning_fed.trainer", "lightning_fed.callbacks", "tests.resume_script", "tests.backends.ddp.sites"]
 
 
 @dataclass
@@ -66,8 +67,16 @@ def run(script, *arguments, seconds=280, code=0, **options):
     return output, errors
 
 
+def start_server():
+    """Starts the process used only for imports; the package would start a process with fewer imports."""
+    if CAN_FORK:
+        PROCESSES.set_forkserver_preload(PRELOADED)
+        multiprocessing.forkserver.ensure_running()
+
+
 def start(function, *arguments, environment=None):
     """Starts a process for a function in a module, as leader of a process group."""
+    start_server()
     process = PROCESSES.Process(target=_call, args=(function, arguments, dict(environment or os.environ)))
     process.start()
     return process

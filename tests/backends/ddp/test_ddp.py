@@ -17,7 +17,7 @@ from lightning_fed.backends.ddp.runner import build_runner
 from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import MaxSamples
-from tests import models
+from tests import models, warm_process
 from tests.backends.ddp import sites
 from tests.backends.ddp.sites import SIZES, fit, module
 from tests.backends.flower.halves import Loses, clients_of
@@ -34,6 +34,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def no_process_left(monkeypatch):
     """Ends the processes of all sites after a test."""
+    warm_process.start_server()
     groups, start = [], Processes._start  # noqa: SLF001 - the public door hides the processes
     monkeypatch.setattr(Processes, "_start", lambda self: [groups.append(self), start(self)])
     yield groups

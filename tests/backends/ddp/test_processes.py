@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from multiprocessing import forkserver
 
 import pytest
 
@@ -36,6 +37,7 @@ def answer(order, judge):
 
 @pytest.fixture
 def processes():
+    warm_process.start_server()
     group = Processes(2, as_bytes("a client"), serve)
     yield group
     group.stop()
@@ -77,6 +79,7 @@ def test_processes_stay_until_an_error(processes):
 
 
 def supervise(path):
+    forkserver._forkserver.ensure_running = lambda: None  # noqa: SLF001 - the server that has forked this process
     group = Processes(2, as_bytes("a client"), serve)
     path.write_text(str(group.run("pid", ignore)))
     time.sleep(60)
