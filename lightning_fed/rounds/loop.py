@@ -407,8 +407,8 @@ class RoundLoop:
             self.start_epoch()  # Lightning omits the hook in a resumed epoch
         elif num_trained or fit.rounds > trainer.current_epoch:
             raise MisconfigurationException(
-                f"The checkpoint was saved inside round {round_number(trainer.current_epoch)} (before the validation, or "
-                "before the last batch of a single client), which this fit cannot continue: resume with the clients, "
+                f"The checkpoint was saved inside round {round_number(trainer.current_epoch)} (before the validation, "
+                "or before the last batch of a single client), which this fit cannot continue: resume with the clients, "
                 "options and validation settings of the fit that saved the checkpoint."
             )
         fit.cohort = cohort
