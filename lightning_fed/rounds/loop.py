@@ -408,8 +408,8 @@ class RoundLoop:
         elif num_trained or fit.rounds > trainer.current_epoch:
             raise MisconfigurationException(
                 f"The checkpoint was saved inside round {round_number(trainer.current_epoch)} (before the validation, "
-                "or before the last batch of a single client), which this fit cannot continue: resume with the clients, "
-                "options and validation settings of the fit that saved the checkpoint."
+                "or before the last batch of a single client), which this fit cannot continue: resume with the "
+                "clients, options and validation settings of the fit that saved the checkpoint."
             )
         fit.cohort = cohort
         if self._find_new_entries() and self.plan.loader is not RoundLoader:
