@@ -49,7 +49,7 @@ KNOWN_VERSIONS = ("2.5.", "2.6.")
 
 
 class BatchLoop:
-    """Trains all batches after the current batch inside the hook ``on_train_batch_end``, faster than Lightning's loop.
+    """Trains the batches after the current batch inside the hook ``on_train_batch_end``, faster than Lightning's loop.
 
     The order and arguments of all implemented hooks, the counters, the logged values and the log steps are equal to
     Lightning's loop. Lightning's code executes manual optimization, gradient accumulation, loss scaling and a module's

@@ -1,4 +1,4 @@
-"""File with a client's newest train request, to refuse late older requests."""
+"""File with a client's newest train request, to refuse older requests after a delay in the network."""
 
 from __future__ import annotations
 

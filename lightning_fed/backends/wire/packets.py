@@ -204,7 +204,7 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
 
 
 def is_answer(packet: Packet) -> bool:
-    """True if a packet contains a client's answer, not a fault (the reason for a missing answer) or unreadable text.
+    """True for a client's answer, false for a fault (the reason for a missing answer) and for short invalid text.
 
     Example:
         >>> is_answer(write_packet("update", {})), is_answer(write_fault(Fault("ann", "no"))), is_answer(Packet("{"))
