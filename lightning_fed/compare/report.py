@@ -58,8 +58,8 @@ def summarize(
 
     Args:
         results: Results from :func:`~lightning_fed.compare.run_comparison`.
-        target: Fraction of the central score (same seed) to reach; with 0.8, ``#R@80%`` is the number of rounds until
-            then. With mode ``"min"``, the score is divided by this number.
+        target: Score to reach, as a fraction of the central score for the same seed; ``#R@80%`` counts rounds until
+            0.8. With mode ``"min"``, the score is divided by this number.
         last: Number of final rounds in the mean score.
 
     Example:

@@ -1,4 +1,4 @@
-"""Synthetic(alpha, beta): data module with generated clients, with a given difference between models and inputs."""
+"""Synthetic(alpha, beta): data module with generated clients, with given differences in models and inputs."""
 
 from __future__ import annotations
 
