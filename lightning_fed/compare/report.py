@@ -35,7 +35,8 @@ class Cell:
     Args:
         score: Mean metric over the last rounds.
         loss: Training loss in the last round, if logged as ``train_loss``.
-        rounds_to_target: First round (from 1) in which the score reaches the target, a fraction of the central score.
+        rounds_to_target: First round (from 1) in which the score reaches the target, a fraction of the centralised
+            score.
         megabytes: Megabytes sent in both directions, over all rounds.
         seconds: Wall-clock seconds for training and aggregation, over all rounds.
         cpu_seconds: CPU seconds for training and aggregation, over all rounds; excludes GPU work.

@@ -71,7 +71,7 @@ class PermutationGroups:
 
         Args:
             module: Any module; restored afterwards. The operations of ``forward`` must not vary between calls. Unused
-                children cause a warning, because ``training_step`` may use them.
+                submodules cause a warning, because ``training_step`` may use them.
             example_input: A tensor, a tuple, or a dictionary of named inputs, with at least two (small) examples.
             pin: Patterns for entry names (``"decoder.*"``) with neurons to exclude from permutations.
             extra_groups: Manual groups, which are also checked. A manual group replaces the found groups with common

@@ -22,8 +22,8 @@ class WeightedMean:
 
     Floating-point entries are summed in float64 and cast back once, so the mean of identical float32 states is exact
     and independent of the client order. Integer and boolean entries (``num_batches_tracked``) are taken from the state
-    with the largest ``size``. If sizes are equal, the largest value is taken. :meth:`merge` adds the states of another
-    process.
+    with the largest ``size`` (number of examples). If sizes are equal, the largest value is taken. :meth:`merge` adds
+    the states of another process.
 
     Example:
         >>> import torch

@@ -144,7 +144,7 @@ class HeldEntries:
 class ServerInterface(ABC):
     """Interface of the server for a round: the server itself, or a connection from a client's machine.
 
-    For every client in a round: :meth:`prepare`, :meth:`sent`, :meth:`count`, :meth:`accept`; then
+    The caller calls :meth:`prepare`, :meth:`sent`, :meth:`count` and :meth:`accept` for every client, and finally
     :meth:`finish_round`. Between these calls, the caller may change messages.
 
     Args:

@@ -38,7 +38,7 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
     """Returns the kind of score, and sums over a site's cases (examples) for each pair of models and each seed.
 
     Args:
-        runs: Scores by model and seed, in the form of :attr:`SiteScores.scores`. The cases must be equal.
+        runs: Scores by model and seed, in the form of :attr:`SiteScores.scores`. All runs must have equal cases.
         min_support: Smallest number of cases (or patients) for an answer. For an area under the ROC curve, each class
             needs half of this number. With fewer cases the sums are an empty dictionary.
 

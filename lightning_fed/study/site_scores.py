@@ -78,8 +78,8 @@ class SiteScores(AskableCallback):
             curve, ``value`` and bootstrap ``replicates`` for other metrics.
 
     Raises:
-        MisconfigurationException: If the fit uses several processes, if clients' models are hidden, or if a site has no
-            data or metric.
+        MisconfigurationException: If the fit uses several processes, if a secure sum or central privacy hides the
+            client models, or if a site has no data or metric.
 
     Example:
         >>> scores = SiteScores("test_acc")

@@ -46,7 +46,7 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
     """Draws class prototypes as points in a plane, and logs the picture to TensorBoard.
 
     With :class:`~lightning_fed.algorithms.FedMargin` the points are the aggregate prototypes over clients and rounds.
-    With any other aggregator the points are averages over the round's clients, weighted by counts. On a plain
+    With any other aggregator the points are averages over the round's clients, weighted by feature counts. On a plain
     ``L.Trainer`` the points are the prototypes at the end of the epoch. FedMargin adds the necessary callback
     :class:`~lightning_fed.callbacks.ClassPrototypes`; for all other methods pass the callback explicitly.
 

@@ -39,10 +39,7 @@ class Mixture(CollectingStep):
 
     @abstractmethod
     def mixing(self, gram: Tensor) -> Tensor:
-        """Returns the weights, shape ``(new, old)``, of old updates in each new update.
-
-        ``gram``, shape ``(old, old)``, contains the inner products of the old updates.
-        """
+        """Returns weights of old updates in new ones, ``(new, old)``. ``gram``: inner products of old updates."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses aggregation rules with a trusted client or with several global models."""
