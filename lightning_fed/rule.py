@@ -66,7 +66,7 @@ class RuleCapabilities:
     always: Sequence[Client] = ()
 
     def held_rows(self) -> Mapping[str, Tensor]:
-        """Maps entry names to the rows aggregated in the last round (int64 indices), if clients receive single rows.
+        """Maps entry names to the rows aggregated in the last round (int64 indices), if clients receive only some rows.
 
         An entry is omitted if at least one client trained all rows of the entry.
         """

@@ -128,8 +128,9 @@ def pool_statistics(
 ) -> tuple[Tensor, Tensor] | None:
     """Mean and unbiased variance of a layer's input over all clients, float64; ``None`` if no client used the layer.
 
-    With f malicious clients, counts are ignored, and each channel excludes the f smallest and f largest values: first
-    among the client means, then among the mean squared distances from the pooled mean. At least one value remains.
+    With f malicious clients (``num_malicious``), counts are ignored, and each channel excludes the f smallest and f
+    largest values: first among the client means, then among the mean squared distances from the pooled mean. At least
+    one value remains.
 
     Example:
         >>> a = {"batch_norm:0:mean": torch.tensor([0.0]), "batch_norm:0:var": torch.tensor([1.0]),

@@ -291,7 +291,7 @@ class FederatedFit:
             )
 
     def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
-        """Determines the policies of the module's entries. Returns ``True`` if new entries were found."""
+        """Determines the policies of new state dict entries (such as shared). Returns ``False`` without new entries."""
         if self.policies.keys() >= live_entries(module).keys():
             return False
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}

@@ -142,7 +142,7 @@ def is_fitting(trainer: L.Trainer) -> bool:
 
 
 def show_status(trainer: L.Trainer, text: str) -> None:
-    """Shows the current work between two batches of a fit in the package's progress bar."""
+    """Shows a text in the package's progress bar between two batches of a fit. Other bars show nothing."""
     show = getattr(trainer.progress_bar_callback, "show_status", None)
     if show is not None and is_fitting(trainer):
         show(text)

@@ -21,7 +21,8 @@ class SegmentationScores(Metric):
 
     over the pixels in all batches. A class missing in truth and prediction has no score, and is excluded from the means
     and the result. If all classes are missing (for example in healthy images without a false positive), the means are
-    omitted. If the ignored label is a class, this class has no score, but predicting this class is an error.
+    omitted. If the ignored label is a class, this class has no score, but pixels predicted as this class count as
+    wrong.
 
     Args:
         num_classes: Number of classes (labels for ``"multilabel"``; 1 for ``"binary"``).

@@ -45,7 +45,7 @@ def changed_methods(loader: DataLoader[Any]) -> set[str]:
 
 
 def check_class(loader: DataLoader[Any], purpose: str) -> None:
-    """Refuses a loader whose class overrides ``DataLoader`` methods. ``purpose`` is a phrase for the error."""
+    """Refuses a loader whose class overrides ``DataLoader`` methods. ``purpose`` is a part of the error message."""
     changed = changed_methods(loader)
     if changed:
         raise OptionError(

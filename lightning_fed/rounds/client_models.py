@@ -1,4 +1,4 @@
-"""Copies of client models for the user, and the clients' calculations for callbacks between rounds."""
+"""Loads client models into the module outside training: for the user's code, and for questions to the clients."""
 
 from __future__ import annotations
 

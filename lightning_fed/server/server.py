@@ -195,7 +195,7 @@ class ServerInterface(ABC):
         """Aggregates the round. Returns the new shared entries, or ``None`` without a valid aggregate."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
-        """Starts the round in rule and update steps; with several processes, again before sums are merged."""
+        """Starts a round in the aggregation rule and the update steps; with several processes twice, to merge sums."""
 
     def end_visits(self) -> None:  # noqa: B027 - optional
         """Marks clients without a received update as failed."""

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_options(federation: Federation, local: LocalModel, module: L.LightningModule) -> None:
-    """Refuses federation options without support in FedMA, and state dict entries outside PyTorch's layers."""
+    """Refuses federation options without support in FedMA, and entry names other than ``<layer>.<tensor>``."""
     prefixes = set(layer_prefixes(module).values())
     unknown = [name for name in local.shared if name.removesuffix(name.rpartition(".")[2]) not in prefixes]
     if unknown:

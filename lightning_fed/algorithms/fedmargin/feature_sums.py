@@ -86,7 +86,8 @@ def measure_feature_sums(
 ) -> FeatureSums:
     """Sums a model's feature vectors for each class in one pass over the data, without effect on training.
 
-    Each ``training_step`` is stopped after the feature layer. A batch is skipped if ``training_step`` returns ``None``.
+    Each ``training_step`` is interrupted after the feature layer. A batch is skipped if ``training_step`` returns
+    ``None`` before.
     """
     step, sums = forward_step(module), FeatureSums(options)
     assert step is not None

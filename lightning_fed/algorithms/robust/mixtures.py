@@ -30,7 +30,7 @@ class Mixture(CollectingStep):
     """Base class of update steps that replace each update by a weighted sum of the round's updates, in float64.
 
     If ``joins`` is false, BatchNorm's running statistics and integer entries are not mixed. If ``joins`` is true, a
-    mixed update represents several clients, with the mean of their statistics and the majority of their integers.
+    mixed update represents a group of clients, with the group's mean statistics and most frequent integers.
     """
 
     refuses = ("has_clusters", "has_versions", "resizes")

@@ -65,7 +65,7 @@ def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
 
 
 class ProcessSynchronisation(RoundSynchronisation):
-    """Exchanges values between processes once per round. ``balance``: quantity to equalise, batches or time."""
+    """Exchanges values between processes once per round. ``balance``: how clients are divided, by batches or time."""
 
     visit_costs: VisitCosts  # measured costs, used to balance the processes
 
@@ -182,7 +182,7 @@ class ProcessSynchronisation(RoundSynchronisation):
 
 
 class ParallelVisits(VisitDriver):
-    """Runs the visits assigned to this process. Batches trained by other processes are unknown here."""
+    """Runs the visits assigned to this process; other processes run the round's other visits."""
 
     may_end_early = False
 
