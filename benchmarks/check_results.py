@@ -1,4 +1,4 @@
-"""Recomputes tables in `benchmarks/results` from stored scores of single runs, and lists all other sections.
+"""Recomputes tables of results from stored scores of single runs, and lists all other sections with the command.
 
 `benchmarks/results/scores/<study>.json` maps a run's name, with the seed at the end, to the script's result. Functions
 of the script compute means, standard deviations and intervals again.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import appearance
+import asynchronous
 import batch_norm_decision
 import fedfusion
 import fedmargin
@@ -25,7 +26,9 @@ import unpaired
 from common import without_columns
 
 RESULTS = Path(__file__).with_name("results")
+PAGES = sorted([*RESULTS.glob("*.md"), *(Path(__file__).parents[1] / "docs" / "results").glob("*.md")])
 SECTION = re.compile(r"<!-- (?P<name>[^/].*?) -->(?P<text>.*?)<!-- /(?P=name) -->", re.S)
+COMMAND = re.compile(r"`(python benchmarks/[^`]*)`")
 UNCERTAIN = re.compile(r"± \d|\(-?[\d.]+ to -?[\d.]+\)")  # a standard deviation or an interval
 CONSTANT = ("| second annotator |",)  # rows without any run
 
@@ -81,12 +84,22 @@ def of_letters(study: str) -> list[list[str]]:
     return [line[2:-2].split(" | ") for part in tables for line in part.splitlines()[2:]]
 
 
+def of_asynchronous(study: str) -> list[list[str]]:
+    (dataset,) = (name for name, section in asynchronous.SECTIONS.items() if section == study)
+    files = {name.replace(",", "").replace(" ", "_"): name for name in asynchronous.METHODS}
+    stored = {files[name]: runs for name, runs in read_runs(study).items()}
+    found = {name: stored[name] for name in asynchronous.METHODS if name in stored}
+    return asynchronous.rows_of(found, asynchronous.DATASETS[dataset][2], asynchronous.SECONDS[dataset])
+
+
 TABLES: dict[str, tuple[str, Callable[[str], list[list[str]]]]] = {
     "hospitals-measured": ("hospitals", of_hospitals),
     "hospitals-deeplab-measured": ("hospitals-deeplab", of_hospitals),
     "hospitals-pretrained-measured": ("hospitals-pretrained", of_hospitals),
     "hospitals-untrained": ("hospitals-untrained", of_hospitals),
     "appearance-measured": ("appearance", of_appearance),
+    # A
+    "asynchronous-cifar10": ("asynchronous-cifar10", of_asynchronous),
     "batch_norm_decision": ("batch_norm_decision", of_settings(batch_norm_decision.rows_of)),
     "label_skew": ("label_skew", of_settings(label_skew.rows_of)),
     "fedfusion-cifar10_classes-ten-seeds": ("fedfusion-cifar10_classes", of_fedfusion),
@@ -110,17 +123,20 @@ def differences(section: str, text: str) -> list[str]:
 
 def main() -> None:
     faults, others = 0, list[str]()
-    for page in sorted(RESULTS.glob("*.md")):
+    for page in PAGES:
         for match in SECTION.finditer(page.read_text()):
             name, text = match["name"], match["text"]
             if name not in TABLES:
-                others += [f"{page.name}: {name}"] if UNCERTAIN.search(text) else []
+                command = COMMAND.search(text)
+                others += [f"{page.name}: {name}: {command[1] if command else ''}"] if UNCERTAIN.search(text) else []
                 continue
             found = differences(name, f"{text}\n")
             faults += len(found)
             print(f"{page.name}: {name}: {'as stored' if not found else ''}")
             print("\n".join(found), end="\n" if found else "")
-    print(f"\nNot recomputable, because no scores of single runs are stored ({len(others)} sections):")
+    print(
+        f"\nNot recomputable, because no scores of single runs are stored ({len(others)} sections, with their command):"
+    )
     print("\n".join(others))
     sys.exit(min(faults, 1))
 

@@ -46,6 +46,13 @@ OF_CLIENTS = "--data.source.data_dir"
 LABELS_OF_TWO = (  # even and odd digits, as in the published program
     '{"class_path": "LabelsPerClient", "init_args": {"num_clients": 2, "labels_per_client": 5, "assignment": "even"}}'
 )
+PROGRAM = (  # the authors' program, except for the network
+    *("--data.partition.partition", LABELS_OF_TWO),
+    *("--data.source.train_size", "15000", "--data.source.batch_size", "64", "--data.source.augment", "true"),
+    *("--model.lr", "0.002", "--trainer.local_epochs", "5", "--trainer.max_rounds", "60"),
+)
+PROGRAM_METHODS = tuple(f"{name}{KEPT}" for name in ("fedavg", CONV, LOCAL, "fedfusion:operator=multi"))
+PROGRAM_MONITORS = ("clients/local/val_acc", "fed/val_acc/mean", "val_acc")
 
 
 @dataclass(frozen=True)
@@ -106,13 +113,20 @@ STUDIES = {
         "Permuted MNIST as in the authors' program: 2 clients, each with five of the digits, 6,000 images and a"
         " permutation of its own; parts of images, mirrored at random, before the permutation; five local epochs in"
         " batches of 64; the CNN of McMahan et al. in full; momentum is kept; learning rate 0.002, times 0.99 a round",
-        methods=tuple(f"{name}{KEPT}" for name in ("fedavg", CONV, LOCAL, "fedfusion:operator=multi")),
-        monitors=("clients/local/val_acc", "fed/val_acc/mean", "val_acc"),
+        methods=PROGRAM_METHODS,
+        monitors=PROGRAM_MONITORS,
+        overrides=(*PROGRAM, "--model.model_kwargs", '{"channels": [32, 64], "hidden": 512, "dropout": 0.2}'),
+    ),
+    "permuted_mnist_program_network": Study(
+        "compare_permuted_mnist.yaml",
+        "The same with the network of the authors' program: a second convolution of 3x3, overlapping pools, and"
+        " Xavier-uniform first weights",
+        methods=PROGRAM_METHODS,
+        monitors=PROGRAM_MONITORS,
         overrides=(
-            *("--data.partition.partition", LABELS_OF_TWO),
-            *("--data.source.train_size", "15000", "--data.source.batch_size", "64", "--data.source.augment", "true"),
-            *("--model.model_kwargs", '{"channels": [32, 64], "hidden": 512, "dropout": 0.2}', "--model.lr", "0.002"),
-            *("--trainer.local_epochs", "5", "--trainer.max_rounds", "60"),
+            *PROGRAM,
+            *("--model.model", "fedfusion_cnn"),
+            *("--model.model_kwargs", '{"channels": [32, 64], "kernels": [5, 3], "hidden": [512], "dropout": 0.2}'),
         ),
     ),
     "cifar10_classes": Study(

@@ -1,4 +1,4 @@
-"""FedMargin's figures: training loss, aggregate margin and discrepancy by round; segmentations with entropy.
+"""FedMargin's figures: training loss, margin, discrepancy and entropy by round; segmentations with entropy.
 
 The first figure uses Synthetic(1,1) with different clients for every seed, half of the clients stragglers. The second
 figure uses generated scenes from the study `shapes`. Recipes and methods equal `fedmargin.py`.
@@ -7,6 +7,7 @@ figure uses generated scenes from the study `shapes`. Recipes and methods equal 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,17 @@ from common import machine, parser, prepare, run_all, spread, table, write_secti
 
 from lightning_fed.compare import CENTRAL, MethodChoice
 from lightning_fed.compare.run import Run, quiet, train
-from lightning_fed.metrics.functional import median_distance, softmax_entropy
+from lightning_fed.metrics.functional import feature_entropy, median_distance, softmax_entropy
+from lightning_fed.modules import extract_features
 from lightning_fed.report.figures import INK, save_figure
 
-METHODS = ("fedavg", "fairavg", "fedmargin")
-MEASURES = {"train_loss": "training loss", "amm": "aggregate margin", "mmd": "discrepancy to central features"}
+METHODS = ("fedavg", "fairavg", "fedprox:mu=0.1", "fedmargin")
+MEASURES = {
+    "train_loss": "training loss",
+    "amm": "aggregate margin",
+    "mmd": "discrepancy to central features",
+    "entropy": "entropy",
+}
 ROUNDS_SHOWN = (1, 5, 10, 20, 30)
 SCENES, SCENE_ROUNDS = 4, 20
 
@@ -76,7 +83,7 @@ def draw_curves(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws a panel for every measure: mean and range over seeds."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4), layout="constrained")
+    figure = Figure(figsize=(15, 4), layout="constrained")
     panels = figure.subplots(1, len(MEASURES))
     for axes, (measure, words) in zip(panels, MEASURES.items(), strict=True):
         for method in METHODS:
@@ -85,18 +92,18 @@ def draw_curves(results: Sequence[Mapping[str, Any]], path: Path) -> None:
             (line,) = axes.plot(numbers, [statistics.fmean(values) for values in columns], label=method)
             lows, highs = [min(values) for values in columns], [max(values) for values in columns]
             axes.fill_between(numbers, lows, highs, alpha=0.15, color=line.get_color(), linewidth=0)
-        if measure == "amm":
+        if measure in ("amm", "entropy"):
             central = statistics.fmean(run["curves"][CENTRAL][0][measure] for run in results)
             axes.axhline(central, color=INK, linewidth=0.8, label=CENTRAL)
         axes.set(xlabel="round", ylabel=words)
         axes.grid(alpha=0.3)
     handles, labels = panels[1].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize="small", loc="outside lower center", ncols=4)
+    figure.legend(handles, labels, fontsize="small", loc="outside lower center", ncols=len(labels))
     save_figure(figure, path)
 
 
 def draw_maps(path: Path, arguments: argparse.Namespace) -> None:
-    """Draws validation scenes: image, truth, and two methods' predictions and entropies."""
+    """Draws validation scenes: image, truth, and two methods' predictions, and entropies of classes and features."""
     from matplotlib.figure import Figure
 
     plan = fedmargin.make_plan("shapes", "Dirichlet 1", ("fedavg", "fedmargin"), [0.0], arguments)
@@ -116,7 +123,11 @@ def draw_maps(path: Path, arguments: argparse.Namespace) -> None:
             columns += [("image", ((images[:SCENES] - low) / (high - low)).permute(0, 2, 3, 1), {})]
             columns += [("truth", masks[:SCENES], classes)]
         entropy = softmax_entropy(logits)
+        features = extract_features(cli.model, [(images[:SCENES], masks[:SCENES])], max_samples=None)
+        side = math.isqrt(len(features) // SCENES)
+        of_features = feature_entropy(features, normalize=True).view(SCENES, side, side)
         columns += [(method, logits.argmax(1), classes), ("entropy", entropy, {"vmin": 0, "vmax": 1.8})]
+        columns.append(("of features", of_features, {"vmin": 0, "vmax": 1}))
     figure = Figure(figsize=(1.7 * len(columns), 1.7 * SCENES), layout="constrained")
     for row, line in enumerate(figure.subplots(SCENES, len(columns))):
         for axes, (words, values, options) in zip(line, columns, strict=True):
@@ -126,30 +137,37 @@ def draw_maps(path: Path, arguments: argparse.Namespace) -> None:
     save_figure(figure, path)
 
 
-def report(results: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> str:
+def rows_of(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Mean and standard deviation over seeds, by round."""
     rows = []
     for measure, words in MEASURES.items():
         for method in METHODS:
             own = [run["curves"][method] for run in results]
             shown = [spread([one[min(number, len(one)) - 1][measure] for one in own]) for number in ROUNDS_SHOWN]
             rows.append([f"{words}, `{method}`", *shown])
-    central = spread([run["curves"][CENTRAL][0]["amm"] for run in results])
+    return rows
+
+
+def report(results: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> str:
+    margin, entropy = (spread([run["curves"][CENTRAL][0][name] for run in results]) for name in ("amm", "entropy"))
     text = (
         "`python benchmarks/margin_figures.py --out benchmarks/results/fedmargin.md --figures docs/assets`."
         " Synthetic(1,1), other data with every seed, half of the clients stragglers; the global model on validation"
         " data after every round: aggregate margin (half the mean distance between the means of two classes' features),"
-        " and discrepancy (maximum mean discrepancy to the features of the central model of the same seed, Gaussian"
-        " kernel, median bandwidth). Mean ± standard deviation over"
-        f" {len(results)} seeds. Central training ends with an aggregate margin of {central}."
-        f" {machine(arguments.threads)}.\n\n{table(['after round', *map(str, ROUNDS_SHOWN)], rows)}"
+        " discrepancy (maximum mean discrepancy to the features of the central model of the same seed, Gaussian"
+        " kernel, median bandwidth), and entropy of the class probabilities, in nats. Mean ± standard deviation over"
+        f" {len(results)} seeds. Central training ends with margin {margin} and entropy {entropy}."
+        f" {machine(arguments.threads)}.\n\n{table(['after round', *map(str, ROUNDS_SHOWN)], rows_of(results))}"
     )
     if arguments.figures is None or arguments.out is None:
         return text
     folder = os.path.relpath(arguments.figures, arguments.out.parent)
     return (
-        f"{text}\n\n![Training loss, aggregate margin and discrepancy by round]({folder}/fedmargin_rounds.png)\n\n"
-        f"Scenes of the study `shapes`, after {SCENE_ROUNDS} rounds, seed 0; entropy in nats, from 0 (dark) to 1.8:\n\n"
-        f"![Scenes, what FedAvg and FedMargin see, and their entropy]({folder}/fedmargin_entropy.png)"
+        f"{text}\n\n![Loss, margin, discrepancy and entropy by round]({folder}/fedmargin_rounds.png)\n\n"
+        f"Scenes of the study `shapes`, after {SCENE_ROUNDS} rounds, seed 0: prediction, entropy of the class"
+        " probabilities (in nats, from 0, dark, to 1.8), and entropy over the channels of the features (divided by the"
+        " largest possible entropy, from 0 to 1):\n\n"
+        f"![Scenes, the predictions of FedAvg and FedMargin, and two entropies]({folder}/fedmargin_entropy.png)"
     )
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fed.argument_checks import check_count, check_option
 
-__all__ = ["NETWORKS", "build_network", "fedfusion_cifar_cnn", "lenet", "mcmahan_cnn", "mlp", "niid_cnn", "vgg9"]
+__all__ = ["NETWORKS", "build_network", "fedfusion_cnn", "lenet", "mcmahan_cnn", "mlp", "niid_cnn", "vgg9"]
 
 
 def build_network(
@@ -32,7 +33,7 @@ def build_network(
     """Builds a classification network by name, from images to logits, shape ``(N, num_classes)``.
 
     Args:
-        name: Name in `NETWORKS` (``mlp``, ``mcmahan_cnn``, ``fedfusion_cifar_cnn``, ``lenet``, ``niid_cnn``, ``vgg9``),
+        name: Name in `NETWORKS` (``mlp``, ``mcmahan_cnn``, ``fedfusion_cnn``, ``lenet``, ``niid_cnn``, ``vgg9``),
             or any name that `timm.create_model` accepts, such as ``resnet18.a1_in1k`` or ``hf-hub:...``.
         num_classes: Number of classes.
         in_channels: Number of image channels.
@@ -76,8 +77,6 @@ def mlp(
 
     50,890 parameters by default (784-64-10). ``hidden=()`` gives softmax regression.
     """
-    if any(width < 1 for width in hidden):
-        raise ValueError(f"Expected `hidden` to hold widths of at least 1, but got {list(hidden)}.")
     layers = _dense(in_channels * input_size**2, hidden, num_classes)
     return _network(layers[:-1], layers[-1:])
 
@@ -96,38 +95,33 @@ def mcmahan_cnn(
     1,663,370 parameters for 28x28 grey images and 10 classes, the paper's number because of padding 2. Images need at
     least 4 pixels per side. The paper has no dropout; FedFusion's version has dropout 0.2 after the hidden layer.
     """
-    _check_widths(channels, hidden)
     side = _at_least_one(input_size // 2 // 2, input_size, minimum=4)
-    features = _convolutions(in_channels, channels, 2)
+    features = _convolutions(in_channels, channels, True)
     return _network(features, _dense(channels[1] * side**2, [hidden], num_classes, dropout))
 
 
-def fedfusion_cifar_cnn(
+def fedfusion_cnn(
     num_classes: int = 10,
     in_channels: int = 3,
     input_size: int = 32,
     *,
     dropout: float = 0.2,
     channels: Sequence[int] = (64, 64),
+    kernels: Sequence[int] = (5, 5),
     hidden: Sequence[int] = (384, 192),
 ) -> nn.Sequential:
-    """FedFusion's CNN for CIFAR-10: two 5x5 convolutions (64, 64) with overlapping pools, then 384 and 192 units.
+    """CNN of FedFusion's authors: two padded convolutions with overlapping pools, then layers with dropout.
 
-    1,756,426 parameters for 32x32 colour images and 10 classes. Convolutions have padding 2; the 3x3 max-pools have
-    stride 2 and padding 1. As in the authors' code, initial weights are Xavier-uniform, and initial biases are zero.
+    1,756,426 parameters for CIFAR-10. The authors' program for MNIST has ``channels=(32, 64)``, ``kernels=(5, 3)`` and
+    ``hidden=(512,)``: 1,630,602 parameters for 28x28 grey images and 10 classes. The 3x3 max-pools have stride 2 and
+    padding 1. As in the authors' program, initial weights are Xavier-uniform, and initial biases are zero.
     """
-    if len(hidden) != 2:
-        raise ValueError(f"Expected `hidden` to be two widths of at least 1, but got {list(hidden)}.")
-    _check_widths(channels, *hidden)
+    if [kernel % 2 for kernel in kernels] != [1, 1]:
+        raise ValueError(f"Expected `kernels` to be two odd sizes, but got {list(kernels)}.")
     side = (input_size + 3) // 4  # the padded pooling layers halve the size and round up
-    features = _convolutions(in_channels, channels, 2, pool=(3, 2, 1))
+    features = _convolutions(in_channels, channels, True, kernels, (3, 2, 1))
     network = _network(features, _dense(channels[1] * side**2, hidden, num_classes, dropout))
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-    return network
+    return _initialize(network, nn.init.xavier_uniform_)
 
 
 def lenet(
@@ -142,10 +136,10 @@ def lenet(
 
     431,080 parameters for 28x28 grey images (at least 16x16) and 10 classes. No activation separates the linear layers.
     """
-    _check_widths(channels, hidden)
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
-    classifier = [nn.Flatten(), nn.Linear(channels[1] * side**2, hidden), nn.Linear(hidden, num_classes)]
-    return _network(_convolutions(in_channels, channels), classifier)
+    check_count("hidden", hidden)
+    features = _convolutions(in_channels, channels)
+    return _network(features, [nn.Flatten(), nn.Linear(channels[1] * side**2, hidden), nn.Linear(hidden, num_classes)])
 
 
 def niid_cnn(
@@ -161,7 +155,6 @@ def niid_cnn(
     62,006 parameters for 32x32 colour images (at least 16x16) and 10 classes. Linear layers with 120 and 84 units and
     ReLU follow. With 32 and 64 channels and one layer with 512 units, the network equals PFLlib's CNN.
     """
-    _check_widths(channels, *hidden)
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
     return _network(_convolutions(in_channels, channels), _dense(channels[1] * side**2, hidden, num_classes))
 
@@ -199,15 +192,12 @@ def vgg9(
         *(nn.Linear(hidden, hidden), nn.ReLU(), nn.Dropout(0.1)),
         nn.Linear(hidden, num_classes),
     ]
-    for layer in (*features, *classifier) if init == "kaiming" else ():
-        if isinstance(layer, nn.Conv2d | nn.Linear):
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-            nn.init.constant_(layer.get_parameter("bias"), 0.0)
-    return _network(features, classifier)
+    network = _network(features, classifier)
+    return network if init == "default" else _initialize(network, partial(nn.init.kaiming_normal_, nonlinearity="relu"))
 
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
-    "fedfusion_cifar_cnn": fedfusion_cifar_cnn,
+    "fedfusion_cnn": fedfusion_cnn,
     "lenet": lenet,
     "mcmahan_cnn": mcmahan_cnn,
     "mlp": mlp,
@@ -222,28 +212,41 @@ def _network(features: Sequence[nn.Module], classifier: Sequence[nn.Module]) -> 
     return nn.Sequential(OrderedDict[str, nn.Module](parts))
 
 
+def _initialize(network: nn.Sequential, draw: Callable[[Tensor], Tensor]) -> nn.Sequential:
+    for layer in network.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            draw(layer.weight)
+            nn.init.zeros_(layer.get_parameter("bias"))
+    return network
+
+
 def _convolutions(
-    inputs: int, channels: Sequence[int], border: int = 0, pool: tuple[int, int, int] = (2, 2, 0)
+    inputs: int,
+    channels: Sequence[int],
+    padded: bool = False,
+    kernels: Sequence[int] = (5, 5),
+    pool: tuple[int, int, int] = (2, 2, 0),
 ) -> list[nn.Module]:
+    if len(channels) != 2 or min(channels) < 1:
+        raise ValueError(f"Expected `channels` to be two widths of at least 1, but got {list(channels)}.")
     return [
         layer
-        for width, outputs in pairwise([inputs, *channels])
-        for layer in (nn.Conv2d(width, outputs, 5, padding=border), nn.ReLU(), nn.MaxPool2d(*pool))
+        for (width, outputs), kernel in zip(pairwise([inputs, *channels]), kernels, strict=True)
+        for layer in (
+            nn.Conv2d(width, outputs, kernel, padding=padded * (kernel // 2)),
+            nn.ReLU(),
+            nn.MaxPool2d(*pool),
+        )
     ]
 
 
 def _dense(width: int, hidden: Sequence[int], num_classes: int, dropout: float = 0.0) -> list[nn.Module]:
+    if min(hidden, default=1) < 1:
+        raise ValueError(f"Expected `hidden` to be at least 1, but got {min(hidden)}.")
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in pairwise([width, *hidden]):
         layers += [nn.Linear(inputs, outputs), nn.ReLU(), *([nn.Dropout(dropout)] if dropout > 0 else [])]
     return [*layers, nn.Linear([width, *hidden][-1], num_classes)]
-
-
-def _check_widths(channels: Sequence[int], *hidden: int) -> None:
-    if len(channels) != 2 or min(channels) < 1:
-        raise ValueError(f"Expected `channels` to be two widths of at least 1, but got {list(channels)}.")
-    if min(hidden) < 1:
-        raise ValueError(f"Expected `hidden` to be at least 1, but got {min(hidden)}.")
 
 
 def _at_least_one(side: int, input_size: int, minimum: int) -> int:

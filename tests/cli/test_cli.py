@@ -167,6 +167,7 @@ def test_there_is_a_recipe_for_every_job():
         "fashion_mnist_dirichlet",
         "femnist_writers",
         "omniglot",
+        "omniglot_mobilenet",
         "shakespeare",
         "shapes_deeplab",
         "shapes_looks",
@@ -217,6 +218,7 @@ BUILT = [
     ("fashion_mnist_dirichlet", ClassificationTask, FashionMNIST, Dirichlet(100, 0.1), 200, 10),
     ("femnist_writers", ClassificationTask, FEMNIST, ByGroup(), 300, 10),
     ("omniglot", ClassificationTask, Omniglot, LabelsPerClient(128, 20, "even"), 300, 16),
+    ("omniglot_mobilenet", ClassificationTask, Omniglot, LabelsPerClient(128, 20, "even"), 2000, 32),
     ("shakespeare", CharLanguageTask, Shakespeare, None, 10, 4),
     ("shapes_deeplab", SegmentationTask, Shapes, Dirichlet(12, 0.3), 6, 4),
     (
@@ -249,7 +251,8 @@ def test_a_recipe_builds_what_it_says(recipe, task, data, partition, rounds, cli
     federation = built.trainer.federation
     assert repr(built.datamodule.partition if is_partitioned else federation.partition) == repr(partition)
     assert type(federation.server.rule) is (MultiKrum if recipe == "fashion_mnist_attacked" else FedAvg)
-    steps = {"omniglot": [ServerOptimizer], "fashion_mnist_attacked": [NearestNeighborMixing, ALIE]}.get(recipe, [])
+    names = {"omniglot": [ServerOptimizer], "fashion_mnist_attacked": [NearestNeighborMixing, ALIE]}
+    steps = names.get(recipe.removesuffix("_mobilenet"), [])
     assert [type(step) for step in federation.server.chain.steps] == steps
     assert federation.schedule.clients_per_round == clients_per_round
     assert type(federation.schedule.clients_per_round) is type(clients_per_round)

@@ -10,7 +10,7 @@ from lightning_fed.tasks.networks import NETWORKS, build_network
 
 CONV = {  # kernel * kernel * in * out + out
     "mcmahan_cnn": [5 * 5 * 1 * 32 + 32, 5 * 5 * 32 * 64 + 64],
-    "fedfusion_cifar_cnn": [5 * 5 * 3 * 64 + 64, 5 * 5 * 64 * 64 + 64],
+    "fedfusion_cnn": [5 * 5 * 3 * 64 + 64, 5 * 5 * 64 * 64 + 64],
     "lenet": [5 * 5 * 1 * 20 + 20, 5 * 5 * 20 * 50 + 50],
     "niid_cnn": [5 * 5 * 3 * 6 + 6, 5 * 5 * 6 * 16 + 16],
     "vgg9": [9 * i * o + o for i, o in ((3, 32), (32, 64), (64, 128), (128, 128), (128, 256), (256, 256))],
@@ -23,9 +23,9 @@ CONV = {  # kernel * kernel * in * out + out
         ("mlp", 1, 28, 50_890, [784 * 64 + 64, 64 * 10 + 10]),
         ("mcmahan_cnn", 1, 28, 1_663_370, [*CONV["mcmahan_cnn"], 64 * 7 * 7 * 512 + 512, 512 * 10 + 10]),
         (
-            "fedfusion_cifar_cnn",
+            "fedfusion_cnn",
             *(3, 32, 1_756_426),
-            [*CONV["fedfusion_cifar_cnn"], 64 * 8 * 8 * 384 + 384, 384 * 192 + 192, 192 * 10 + 10],
+            [*CONV["fedfusion_cnn"], 64 * 8 * 8 * 384 + 384, 384 * 192 + 192, 192 * 10 + 10],
         ),
         ("lenet", 1, 28, 431_080, [*CONV["lenet"], 50 * 4 * 4 * 500 + 500, 500 * 10 + 10]),
         ("niid_cnn", 3, 32, 62_006, [*CONV["niid_cnn"], 400 * 120 + 120, 120 * 84 + 84, 84 * 10 + 10]),
@@ -66,7 +66,7 @@ def by_hand(name, weights, x):
         x = F.max_pool2d(conv(x, 2), 2)
         x = F.max_pool2d(conv(x, 2), 2)
         return linear(F.relu(linear(x.flatten(1))))
-    if name == "fedfusion_cifar_cnn":
+    if name == "fedfusion_cnn":
         x = F.max_pool2d(conv(x, 2), 3, stride=2, padding=1)
         x = F.max_pool2d(conv(x, 2), 3, stride=2, padding=1)
         return linear(F.relu(linear(F.relu(linear(x.flatten(1))))))
@@ -98,7 +98,7 @@ def test_forward_equals_the_one_written_by_hand(name, in_channels, input_size, n
     ("name", "dropouts"),
     [
         ("mcmahan_cnn", []),
-        ("fedfusion_cifar_cnn", [(nn.Dropout, 0.2), (nn.Dropout, 0.2)]),
+        ("fedfusion_cnn", [(nn.Dropout, 0.2), (nn.Dropout, 0.2)]),
         ("lenet", []),
         ("vgg9", [(nn.Dropout2d, 0.05), (nn.Dropout, 0.1), (nn.Dropout, 0.1)]),
     ],
@@ -126,16 +126,24 @@ def test_options_of_the_builders():
     cast_back = build_network("mcmahan_cnn", 10, channels=(8, 16), hidden=64)
     shapes = [tuple(m.weight.shape[:2]) for m in cast_back.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert shapes == [(8, 1), (16, 8), (64, 16 * 49), (10, 64)]
-    cast_back = build_network("fedfusion_cifar_cnn", 10, 3, 32, channels=(12, 16), hidden=(32, 24))
+    cast_back = build_network("fedfusion_cnn", 10, 3, 32, channels=(12, 16), hidden=(32, 24))
     shapes = [tuple(m.weight.shape[:2]) for m in cast_back.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert shapes == [(12, 3), (16, 12), (32, 16 * 64), (24, 32), (10, 24)]
+    of_mnist = build_network("fedfusion_cnn", 10, 1, 28, channels=(32, 64), kernels=(5, 3), hidden=(512,)).eval()
+    sizes = [tuple(m.weight.shape) for m in of_mnist.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert sizes == [(32, 1, 5, 5), (64, 32, 3, 3), (512, 64 * 49), (10, 512)]
+    x = torch.rand(2, 1, 28, 28)
+    first, second, hidden, output = zip(*[iter(of_mnist.parameters())] * 2, strict=True)
+    maps = F.max_pool2d(F.relu(F.conv2d(x, *first, padding=2)), 3, stride=2, padding=1)
+    maps = F.max_pool2d(F.relu(F.conv2d(maps, *second, padding=1)), 3, stride=2, padding=1)
+    assert torch.equal(of_mnist(x), F.linear(F.relu(F.linear(maps.flatten(1), *hidden)), *output))
     with pytest.raises(TypeError, match="unexpected keyword argument 'depth'"):
         build_network("lenet", 10, depth=3)
 
 
 def test_fedfusion_starts_xavier_uniform_with_zero_biases():
     torch.manual_seed(0)
-    for module in build_network("fedfusion_cifar_cnn", 10, 3, 32).modules():
+    for module in build_network("fedfusion_cnn", 10, 3, 32).modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             area = module.weight[0, 0].numel()
             bound = (6 / (area * (module.weight.shape[0] + module.weight.shape[1]))) ** 0.5
@@ -160,7 +168,7 @@ def test_any_timm_model_by_name():
     [
         (
             ("resnet18x", 10),
-            r"one of \['fedfusion_cifar_cnn', 'lenet', 'mcmahan_cnn', 'mlp', 'niid_cnn', 'vgg9'\] or a timm model",
+            r"one of \['fedfusion_cnn', 'lenet', 'mcmahan_cnn', 'mlp', 'niid_cnn', 'vgg9'\] or a timm model",
         ),
         (("resnet18x", 10), r"timm.list_models\(\).*but got 'resnet18x'"),
         (("mlp", 0), "`num_classes` to be at least 1, but got 0"),
@@ -203,7 +211,7 @@ def test_the_smallest_sizes_named_in_the_refusals_work():
         ("lenet", 16),
         ("niid_cnn", 16),
         ("vgg9", 8),
-        ("fedfusion_cifar_cnn", 1),
+        ("fedfusion_cnn", 1),
         ("mlp", 1),
     ):
         assert build_network(name, 10, 1, size)(torch.zeros(2, 1, size, size)).shape == (2, 10)
@@ -212,13 +220,14 @@ def test_the_smallest_sizes_named_in_the_refusals_work():
 def test_papers_networks_have_no_pretrained_weights():
     with pytest.raises(ValueError, match="`pretrained` to be False for 'lenet'"):
         build_network("lenet", 10, pretrained=True)
-    with pytest.raises(ValueError, match=r"`hidden` to hold widths of at least 1, but got \[0\]"):
+    with pytest.raises(ValueError, match="`hidden` to be at least 1, but got 0"):
         build_network("mlp", 10, hidden=(0,))
-    for name in ("lenet", "mcmahan_cnn", "fedfusion_cifar_cnn"):
+    for name in ("lenet", "mcmahan_cnn", "fedfusion_cnn"):
         for channels in ((10,), (10, 0), (1, 2, 3)):
             with pytest.raises(ValueError, match="`channels` to be two widths of at least 1, but got"):
                 build_network(name, 10, channels=channels)
         with pytest.raises(ValueError, match="`hidden` to be at least 1, but got 0"):
-            build_network(name, 10, hidden=(4, 0) if name == "fedfusion_cifar_cnn" else 0)
-    with pytest.raises(ValueError, match=r"`hidden` to be two widths of at least 1, but got \[4\]"):
-        build_network("fedfusion_cifar_cnn", 10, hidden=(4,))
+            build_network(name, 10, hidden=(4, 0) if name == "fedfusion_cnn" else 0)
+    for kernels in ((5,), (5, 4), (5, 5, 5)):
+        with pytest.raises(ValueError, match="`kernels` to be two odd sizes, but got"):
+            build_network("fedfusion_cnn", 10, kernels=kernels)
