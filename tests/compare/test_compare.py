@@ -146,6 +146,8 @@ def result(out, run):
     return json.loads((out / "runs" / run / "result.json").read_text())
 
 
+TWO_ROUNDS = ("--", "--trainer.max_rounds", "2")
+
 # --- Equal rounds -----------------------------------------------------------------------------------------------------
 
 
@@ -159,11 +161,11 @@ def same_rounds(fit, other):
 @pytest.mark.parametrize("methods", quick([OF_EACH_MECHANISM, METHODS], [OF_EACH_MECHANISM]), ids=len)
 def test_all_methods_see_the_same(methods):
     """Compares initial weights, partition, cohorts, stragglers, seeds and amounts of work."""
-    compare("own.yaml", "--methods", *methods, "--stragglers", "0.7", "--out", "out")
+    compare("own.yaml", "--methods", *methods, "--stragglers", "0.7", "--out", "out", *TWO_ROUNDS)
     fits = dict(zip(methods, Notes.fits, strict=True))
     first = fits["fedavg"]
     assert len(fits) > 4
-    assert len(first["visits"]) > 6
+    assert len(first["visits"]) > 4
     for method, other in fits.items():
         own = {name for name in other["state"] if name.startswith("feature_fusion.")}  # FedFusion's operator
         assert_same({name: other["state"][name] for name in other["state"].keys() - own}, first["state"])
@@ -178,7 +180,7 @@ def test_all_methods_see_the_same(methods):
 
 
 def test_what_seeds_and_stragglers_change(tmp_path):
-    compare("own.yaml", "--methods", "fedavg", "--seeds", 2, "--stragglers", "0,0.7", "--out", "out")
+    compare("own.yaml", "--methods", "fedavg", "--seeds", 2, "--stragglers", "0,0.7", "--out", "out", *TWO_ROUNDS)
     names = {run.name for run in (tmp_path / "out" / "runs").iterdir()}
     assert names == {f"fedavg_{part}_{seed}" for part in ("0", "0.7") for seed in (0, 1)}
     fits = {(seed, part): Notes.fits.pop(0) for seed in (0, 1) for part in (0.0, 0.7)}
@@ -190,7 +192,7 @@ def test_what_seeds_and_stragglers_change(tmp_path):
     assert any(not np.array_equal(indices, another.get(client)) for client, indices in split.items())
     stragglers = {key: sum(visit.is_straggler for visit, *_ in fit["visits"]) for key, fit in fits.items()}
     assert stragglers[0, 0.0] == stragglers[1, 0.0] == 0
-    assert min(stragglers[0, 0.7], stragglers[1, 0.7]) >= 4  # 2 of 3 in each of 3 rounds, except for dropouts
+    assert min(stragglers[0, 0.7], stragglers[1, 0.7]) >= 3  # 2 of 3 in each of 2 rounds, except for a dropout
 
 
 @pytest.mark.parametrize("stragglers", quick(["", "    stragglers: 0.5\n"], ["    stragglers: 0.5\n"]))
@@ -231,12 +233,12 @@ WORK = {  # one round of `OWN`, in passes over the pooled data
     1: ("--trainer.local_epochs", 2, "--trainer.clients_per_round", 3),
     1 / 3: ("--trainer.local_epochs", 1, "--trainer.clients_per_round", 0.3),
     3: ("--trainer.local_epochs", 6, "--trainer.clients_per_round", 3),
-    2.5: ("--trainer.local_epochs", 5, "--trainer.clients_per_round", 3),
+    1.5: ("--trainer.local_epochs", 3, "--trainer.clients_per_round", 3),
 }
 ALIKE = ("--trainer.partition", "IID", "--trainer.partition.num_clients", 6, "--trainer.availability.client_dropout", 0)
 
 
-@pytest.mark.parametrize("passes", quick(WORK, [2.5]))
+@pytest.mark.parametrize("passes", quick(WORK, [1.5]))
 def test_a_round_of_central_is_as_long_as_a_round(passes, tmp_path):
     """Counts examples: each example comes once per pass, in a new order; frozen entries do not change."""
     frozen = ("--trainer.frozen", "['body.0.*']")
@@ -263,7 +265,7 @@ SCHEDULE = """
 model:
   init_args: {scheduler: CosineAnnealingLR, scheduler_kwargs: {T_max: 4}}
 trainer:
-  max_rounds: 5
+  max_rounds: 3
   callbacks+:
     - class_path: EarlyStopping
       init_args: {monitor: fed/val_acc/mean, mode: max, patience: 100, check_on_train_epoch_end: false}
@@ -278,9 +280,9 @@ def test_schedulers_of_central_count_rounds(epochs, share, tmp_path):
     methods = ("--methods", "central,fedavg", "--out", "out")
     compare("clients.yaml", *methods, "--", "--config", "schedule.yaml", *work)
     central, fedavg = Notes.fits
-    cosine = [0.05 * (1 + np.cos(np.pi * round / 4)) / 2 for round in range(5)]
+    cosine = [0.05 * (1 + np.cos(np.pi * round / 4)) / 2 for round in range(3)]
     assert central["rates"] == fedavg["rates"] == pytest.approx(cosine)
-    assert len(result(tmp_path / "out", "central_0")["rounds"]) == 5
+    assert len(result(tmp_path / "out", "central_0")["rounds"]) == 3
 
 
 @pytest.mark.slow
@@ -300,7 +302,7 @@ def test_data_that_ask_for_their_trainer(partitioned, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("passes", [1 / 3, 2.5])
+@pytest.mark.parametrize("passes", [1 / 3, 1.5])
 def test_central_goes_on_in_the_middle_of_a_pass(passes, tmp_path):
     arguments = ("--", *WORK[passes], *ALIKE)
     compare("own.yaml", "--methods", "central", "--out", "whole", *arguments)
@@ -338,7 +340,7 @@ def test_central_gives_back_what_it_took(ends):
 
 # --- Interruptions ----------------------------------------------------------------------------------------------------
 
-ALL = ("own.yaml", "--methods", "central,fedper,fedmargin", "--stragglers", "0.5", "--out")
+ALL = ("own.yaml", "--methods", "central,fedmargin", "--stragglers", "0.5", "--out")
 
 
 @pytest.fixture(scope="module")
@@ -366,9 +368,9 @@ def begun_once(tmp_path_factory):
 
 PLACES = {  # fit, hook, round, batch; and the remaining rounds
     "in the first round": ([2, "on_train_batch_start", 0, 3], 3),
-    "in a later round": ([3, "on_train_batch_start", 2, 3], 1),
+    "in a later round": ([2, "on_train_batch_start", 2, 3], 1),
     "of central": ([1, "on_train_batch_start", 1, 3], 2),
-    "in validation": ([3, "on_validation_batch_end", 1, 0], 2),
+    "in validation": ([2, "on_validation_batch_end", 1, 0], 2),
     "at the end": ([2, "on_train_end", 3, 0], 0),
 }
 
@@ -395,9 +397,9 @@ def test_interrupted_and_started_again(where, whole, tmp_path, capsys):
     assert len(before) == number - 1
     compare(*ALL, out)
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert len(Notes.fits) == 3 + (left > 0)
+    assert len(Notes.fits) == 2 + (left > 0)
     assert left == 0 or len(Notes.fits[number]["logged"]) == left
-    assert f"{number - 1} of 3 runs: done before\n" in capsys.readouterr().out or number == 1
+    assert f"{number - 1} of 2 runs: done before\n" in capsys.readouterr().out or number == 1
     assert_alike(out, whole)
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*.json")}
     compare(*ALL, out)
@@ -455,7 +457,9 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ("own.yaml --methods ,", 2, "Expected `methods` to have at least one value and no duplicates, but got []"),
         ("own.yaml --methods fedprox:nu=1", 2, "Did you mean 'mu'?"),
         ("own.yaml --methods fedavg,fedfusion:levels=[2,-1]:n=1", 2, "Expected `option of fedfusion` to be one of ['o"),
-        ("own.yaml --methods fedfusion:operator=sum", 2, "'fedfusion:operator=sum' cannot run: Expected `operator"),
+        slow(
+            ("own.yaml --methods fedfusion:operator=sum", 2, "'fedfusion:operator=sum' cannot run: Expected `operator")
+        ),
         ("own.yaml --methods fedprox:mu", 2, "Expected options as `option=value`, but got 'mu' in 'fedprox:mu'"),
         slow(("own.yaml --methods fedprox:mu=", 2, "Expected options as `option=value`, but got 'mu='")),
         ("own.yaml --methods fedprox:mu=1:mu=2", 2, "Expected each option only once, but got 'mu' again"),
@@ -485,7 +489,7 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ("own.yaml --methods central -- --trainer.local_epochs 1 --trainer.local_steps 4", 1, "with `local_epochs`"),
         ("own.yaml --methods fedper -- --trainer.personal ['head.*']", 1, "Expected no `personal` for `FedPer`"),
         ("own.yaml --methods fedmargin:lair=body", 2, "but got 'lair'. Did you mean 'layer'?"),
-        ("own.yaml --methods fedmargin:passes=some", 2, "'fedmargin:passes=some' cannot run: Expected `passes`"),
+        slow(("own.yaml --methods fedmargin:passes=some", 2, "'fedmargin:passes=some' cannot run: Expected `passes`")),
         ("layer.yaml --methods fedavg,fedmargin:layer=head", 1, "Expected a recipe without `ClassPrototypes`, because"),
         slow(
             (
@@ -523,16 +527,17 @@ def test_a_mistake_gets_a_short_answer(arguments, status, message, tmp_path, cap
 
 def test_a_metric_that_is_not_logged(tmp_path, capsys):
     """The first run finds the mistake before other runs start, and no result is lost."""
+    both = ("own.yaml", "--methods", "fedavg,fairavg", "--out", "out", "--monitor")
     with pytest.raises(SystemExit):
-        compare("own.yaml", "--methods", "fedavg,fairavg", "--monitor", "val_acc", "--out", "out")
+        compare(*both, "val_acc", *ONE_ROUND)
     said = capsys.readouterr()
     assert "1/2 fedavg, seed 0: no val_acc, " in said.out
     assert "but 'val_acc' is not one of ['comm/down_bytes'" in said.err
     with pytest.raises(SystemExit):
-        compare("own.yaml", "--methods", "fedavg", "--monitor", "fed/val_loss/mean", "--out", "out")
+        compare(*both, "fed/val_loss/mean", *ONE_ROUND)
     assert "needs validation data for every client" in capsys.readouterr().err
     assert len(Notes.fits) == 1
-    compare("own.yaml", "--methods", "fedavg,fairavg", "--monitor", "train_loss", "--mode", "min", "--out", "out")
+    compare(*both, "train_loss", "--mode", "min", *ONE_ROUND)
     assert len(Notes.fits) == 2
     assert "| method | train_loss | train_loss | MB | wall s | CPU s |" in (tmp_path / "out" / "summary.md").read_text()
 
