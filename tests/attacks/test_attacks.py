@@ -159,7 +159,7 @@ def test_options_that_cannot_be(make, message):
 
 
 UNKNOWN = {"a name": (["ann", "zoe"], "clients of the federation, but got 'zoe'")}
-UNKNOWN |= {"a number": (9, "`clients` to be at most 5, but got 9")}
+UNKNOWN |= {"a number": (9, "`clients` to be at most 5 .all clients., but got 9")}
 
 
 @pytest.mark.parametrize("attack", [SignFlip, IPM])

@@ -340,8 +340,8 @@ def test_the_log_says_once_where_pooled_statistics_fit_nobody(offset, federated_
     assert (shift > 0.5) == (offset > 0)
     assert 0 < shift < 1
     if offset:
-        assert "first BatchNorm layer, 'net.1', is" in warned[0]
-        assert "batch_norm=LocalStatistics() gives" in warned[0]
+        assert "BatchNorm layer, 'net.1', comes from differences" in warned[0]
+        assert "(batch_norm=LocalStatistics())" in warned[0]
 
 
 @pytest.mark.parametrize(("after", "count"), [(1, 0), (2, 1), (3, 1)])

@@ -104,7 +104,7 @@ def test_no_round_costs_nothing():
     [
         ((0.0, 1e-3, 10, 2), "`noise_multiplier` to be greater than 0 and finite, but got 0.0"),
         ((1.0, 1.0, 10, 2), r"`delta` to be in \(0, 1\), but got 1.0"),
-        ((1.0, 1e-3, 10, 11), "`cohort` to be at most 10, but got 11"),
+        ((1.0, 1e-3, 10, 11), "`cohort` to be at most `population` .10., but got 11"),
         ((1.0, 1e-3, 10, 2, "some"), r"`sampling` to be one of \['poisson', 'fixed'\], but got 'some'"),
         ((1.0, 1e-3, 10, 2, "fixed", "pld"), "accountant='rdp' for sampling='fixed'"),
     ],

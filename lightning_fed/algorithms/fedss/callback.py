@@ -195,7 +195,7 @@ class SampledSoftmax(FederatedCallback):
             raise MisconfigurationException(
                 f"Expected a loss between labels and the outputs of {self._head_name!r} that ignores only negative "
                 f"labels, because labels become column indices in training, but the loss uses {task.layer!r} with "
-                f"`ignore_index={void}`: replace the ignored label by -100 in the data, or {remedy}."
+                f"`ignore_index` {void}: replace the ignored label by -100 in the data, or {remedy}."
             )
         return task.target
 

@@ -850,7 +850,7 @@ class Aside(models.Module):
     ("module", "options", "error", "message"),
     [
         (Late, {}, ValueError, r"name the feature layer .*Create layers in `__init__`"),
-        (lambda: Aside(Net()), {}, MisconfigurationException, "to run its Sequential up to .* but no batch did"),
+        (lambda: Aside(Net()), {}, MisconfigurationException, "to run its Sequential .* but no batch reached this"),
         (lambda: models.Module(Net()), {"at": "net.nothing"}, ValueError, "but got 'net.nothing': 'net' has"),
         (lambda: models.Module(Net()), {"levels": [3]}, ValueError, "Expected `levels` to be among"),
     ],
