@@ -33,6 +33,17 @@ def round_number(round: int) -> int:
     return round + 1
 
 
+def list_first(names: Sequence[object]) -> str:
+    """Lists the first five names in a sequence, and the number of further names.
+
+    Example:
+        >>> list_first("abcdefg")
+        "'a', 'b', 'c', 'd', 'e' and 2 more"
+    """
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(repr, names[:5])) + more
+
+
 def markdown_table(rows: Sequence[Sequence[str]], alignment: str = "---") -> str:
     """Formats a Markdown table from header and rows. Vertical bars in cells are replaced by slashes.
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.packed_optimizers import OPTIMIZER
+from lightning_fed.console import list_first
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client, ClientUpdate, State, without_prefix
 from lightning_fed.model.entries import (
@@ -82,7 +83,7 @@ class LocalModel:
         if added:
             raise ValueError(
                 "Expected the module to have the same parameters and buffers until the round ends, but these were "
-                f"added: {', '.join(added[:5])}."
+                f"added: {list_first(added)}."
             )
         self.store = store
         self.parameters = [

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_fed.console import list_first
 from lightning_fed.errors import OptionError
 from lightning_fed.fit.options import BatchNormOption, FitOptions, LocalStatistics
 from lightning_fed.model.entries import (
@@ -116,7 +117,7 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
             "%d buffers with NaN or infinite initial values are not sent (%s): every visit starts with the server's "
             "values of these buffers.",
             len(names),
-            _first(names),
+            list_first(names),
         )
     return {**policies, **dict.fromkeys(names, "frozen")}
 
@@ -129,7 +130,7 @@ def warn_of_filled(names: Collection[str]) -> None:
         "values on each client, name the buffers in `personal`. To discard the values without this warning, name the "
         "buffers in `frozen`.",
         len(names),
-        _first(sorted(names)),
+        list_first(sorted(names)),
     )
 
 
@@ -140,12 +141,8 @@ def warn_of_dropped(names: Collection[str]) -> None:
         "the start of the fit, and the changes are lost: to average the buffers, register them with "
         "`persistent=True`.",
         len(names),
-        _first(sorted(names)),
+        list_first(sorted(names)),
     )
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def check_sliced(

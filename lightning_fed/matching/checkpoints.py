@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lightning_fed.console import list_first
 from lightning_fed.matching.match_widths import match_widths
 from lightning_fed.matching.permutation_check import restored_afterwards, split_inputs
 from lightning_fed.numerics.trees import move_tensors
@@ -130,7 +131,7 @@ def check_entries(module_names: Iterable[str], state: Iterable[str], label: str)
     """Raises ``ValueError`` if a module and a state (described by ``label``) have different entry names."""
     expected, actual = set(module_names), set(state)
     faults = [
-        f"{words} {sorted(names)[:5]}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+        f"{words} {list_first(sorted(names))}"
         for words, names in (("lacks", expected - actual), ("contains unexpected", actual - expected))
         if names
     ]

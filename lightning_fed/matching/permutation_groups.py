@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_fed.console import list_first
 from lightning_fed.matching.find_groups import find_groups
 from lightning_fed.matching.layer_rules import LAYERS
 from lightning_fed.matching.operation_rules import RULES
@@ -207,8 +208,8 @@ def _trace(
         unused = [child for child in children if child not in used]
         if unused:
             rank_zero_warn(
-                f"`forward` does not use these children, so their inputs are unknown: {_some(unused)}. If training "
-                "passes features to these children, name the layers that compute these features in `pin` of "
+                f"`forward` does not use these children, so their inputs are unknown: {list_first(unused)}. If "
+                "training passes features to these children, name the layers that compute these features in `pin` of "
                 "`PermutationGroups.of` or `LayerwiseTraining`."
             )
     return tracer
@@ -244,7 +245,7 @@ def _checked(
     if failing:
         rank_zero_warn(
             "Neurons of these layers cannot be permuted, because permutations change the module's outputs:"
-            f" {_some([group.name for group in failing])}."
+            f" {list_first([group.name for group in failing])}."
         )
     good = [group for group in groups if group not in failing]
     fixed_width = check.find_fixed_width(good)
@@ -262,7 +263,3 @@ def _overlap(first: PermutationGroup, second: PermutationGroup) -> bool:
         for axis, entry in first.entries.items()
         if axis in second.entries
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

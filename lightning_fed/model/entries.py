@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_fed.console import list_first
 from lightning_fed.errors import OptionError
 from lightning_fed.lazy_names import load_feature
 from lightning_fed.messages import State
@@ -129,7 +130,7 @@ def _find_complete_state(module: nn.Module) -> tuple[State, dict[Tensor, str]]:
     if missing:
         raise OptionError(
             f"Expected `{type(module).__name__}.state_dict()` to contain every parameter that trains, but "
-            f"{_some(missing)} shares no memory with an entry, so the server would never receive the parameter: "
+            f"{list_first(missing)} shares no memory with an entry, so the server would never receive the parameter: "
             "return the parameter itself from `state_dict` (no copy, no view, no part), or disable its gradient "
             "(`requires_grad_(False)`)."
         )
@@ -178,7 +179,7 @@ def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> No
     lazy = [slot.path for slot in slots if is_lazy(slot.tensor)]
     if lazy:
         raise OptionError(
-            f"Expected parameters with a shape, but {_some(lazy)} of {owner} is lazy: run the module once before "
+            f"Expected parameters with a shape, but {list_first(lazy)} of {owner} is lazy: run the module once before "
             "`fit`, such as `module(batch)` with one batch, or specify the layer's sizes."
         )
     entries, names = _find_complete_state(module)
@@ -192,9 +193,9 @@ def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> No
     if missing:
         raise OptionError(
             f"Expected `{owner}.state_dict()` to contain the running statistics of every layer in training mode, but "
-            f"{_some(missing)} shares no memory with such an entry, so the server would not receive the statistics: "
-            "include the statistics in `state_dict` under names that end in `.running_mean` and `.running_var`, or "
-            "put the layer in evaluation mode (`.eval()`)."
+            f"{list_first(missing)} shares no memory with such an entry, so the server would not receive the "
+            "statistics: include the statistics in `state_dict` under names that end in `.running_mean` and "
+            "`.running_var`, or put the layer in evaluation mode (`.eval()`)."
         )
     _check_optimizers(owner, optimizers, [*names, *entries.values()])
     _check_overlaps(owner, entries)
@@ -262,8 +263,7 @@ def untrained_entries(module: nn.Module) -> frozenset[str]:
     for layer in module.modules():
         if not layer.training:
             untrained.update(layer.buffers(recurse=False))
-    trained = {name for tensor, name in names.items() if isinstance(tensor, nn.Parameter) and tensor.requires_grad}
-    return frozenset(name for tensor, name in names.items() if tensor in untrained) - trained
+    return frozenset(name for tensor, name in names.items() if tensor in untrained) - trainable_entries(module)
 
 
 def identical_entries(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> frozenset[str]:
@@ -309,10 +309,10 @@ def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> 
     """Describes a state's first difference in names, shapes or dtypes from ``reference``, or returns ``None``."""
     missing = [name for name in reference if name not in state]
     if missing:
-        return f"missing entries: {_some(missing)}"
+        return f"missing entries: {list_first(missing)}"
     unexpected = [name for name in state if name not in reference]
     if unexpected:
-        return f"unexpected entries: {_some(unexpected)}"
+        return f"unexpected entries: {list_first(unexpected)}"
     for name, value in state.items():
         expected = reference[name]
         if value.shape != expected.shape:
@@ -394,7 +394,7 @@ def entry_policies(
     is_frozen = select_entries(module, names, frozen, "frozen")
     both = sorted(is_personal & is_frozen)
     if both:
-        raise OptionError(f"Expected an entry to be personal or frozen, but these are both: {_some(both)}.")
+        raise OptionError(f"Expected an entry to be personal or frozen, but these are both: {list_first(both)}.")
     return {name: "personal" if name in is_personal else "frozen" if name in is_frozen else "shared" for name in names}
 
 
@@ -414,12 +414,12 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
         elif not isinstance(selector, type):
             selected = set(selector(module)).intersection((*names, *later))
         else:
-            layers = [child for child in module.modules() if isinstance(child, selector)]
-            selected = {name for child in layers for name in layer_entries(module, child)}.intersection(names)
-            inner = {layer for child in layers for layer in child.modules()}
-            first_layers = {name: layer for name, layer in _first_layers(module).items() if name in selected}
+            entries, slots = _entry_names(module), tensor_slots(module)
+            inner = {layer for child in module.modules() if isinstance(child, selector) for layer in child.modules()}
+            selected = {entries.get(slot.tensor, "") for slot in slots if slot.layer in inner}.intersection(names)
+            first_layers = {entries.get(slot.tensor, ""): slot.layer for slot in reversed(slots)}
             for name, layer in first_layers.items():
-                if layer not in inner:
+                if name in selected and layer not in inner:
                     raise OptionError(
                         f"Expected `{option}` to match tied entries by their first layer, but {selector.__name__} "
                         f"matches a later layer of {name!r} and not the first layer, {type(layer).__name__}."
@@ -427,7 +427,7 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
         if not selected:
             raise OptionError(
                 f"Expected every selector in `{option}` to match entries of the model, but {selector!r} matches none of"
-                f" {_some(names)}."
+                f" {list_first(names)}."
             )
         matched |= selected
     for name in sorted(matched.intersection(later)):
@@ -437,11 +437,6 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
                 f"{later[name]!r}, which is the same tensor."
             )
     return matched.difference(later)
-
-
-def _first_layers(module: nn.Module) -> dict[str, nn.Module]:
-    names = _entry_names(module)
-    return {names[slot.tensor]: slot.layer for slot in reversed(tensor_slots(module)) if slot.tensor in names}
 
 
 def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
@@ -504,8 +499,3 @@ def find_measurement(module: nn.Module) -> ModuleType | None:
 def is_running_statistic(name: str) -> bool:
     """True if an entry name ends in ``running_mean`` or ``running_var``."""
     return name.rpartition(".")[2] in ("running_mean", "running_var")
-
-
-def _some(names: Sequence[str], limit: int = 5) -> str:
-    shown = ", ".join(repr(name) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -13,7 +13,7 @@ import lightning as L
 import torch
 
 from lightning_fed.client.local_model import OWN_MODEL, LocalModel, memory_of
-from lightning_fed.console import round_number
+from lightning_fed.console import list_first, round_number
 from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.errors import ClientFault, VisitTimeout
 from lightning_fed.federated_callback import AskableCallback, notify_model_loaded
@@ -80,14 +80,10 @@ def client_state(
     if is_in_round:
         raise RuntimeError("A client's own model is available only between rounds and after the fit.")
     assert module is not None
-    local = fit.local_model(module)
-    state = local.global_state()
-    try:
-        _load(fit, local, client, state)
+    with own_models(fit, module) as load:
+        load(client)
         own: dict[str, Any] = copy_tree(module.state_dict())
-        return own
-    finally:
-        local.load_global(state)
+    return own
 
 
 def ask(
@@ -251,12 +247,7 @@ def _log_strangers(fit: FederatedFit, clients: Sequence[Client], has_personal: b
             logging.WARNING if has_personal else logging.INFO,
             "%d evaluated clients do not train (%s), and use %s. The training clients are %s.",
             len(strangers),
-            _first(strangers),
+            list_first(strangers),
             "the initial values of the personal entries" if has_personal else "the global model",
-            _first(known),
+            list_first(known),
         )
-
-
-def _first(clients: Sequence[Client]) -> str:
-    named = ", ".join(repr(client) for client in itertools.islice(clients, 5))
-    return f"{named}, ..." if len(clients) > 5 else named

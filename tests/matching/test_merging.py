@@ -278,9 +278,9 @@ def test_networks_that_do_not_go_together(tmp_path):
         ([], "at least one network, but got none"),
         ([net, wider], r"network 1 to have the architecture of the first network, in which '0\.weight' has shape"
                        r" \(4, 3\), but got \(5, 3\)"),
-        ([net, tmp_path / "b.ckpt"], r"b\.ckpt to have the module's entries, but it contains unexpected \['4\.bias'"),
+        ([net, tmp_path / "b.ckpt"], r"b\.ckpt to have the module's entries, but it contains unexpected '4\.bias'"),
         ([convolution], r"of the module, in which '0\.weight' has shape \(4, 3\), but got \(4, 3, 1\)"),
-        ([net, without], r"network 1 to have the module's entries, but it lacks \['0\.bias'\]"),
+        ([net, without], r"network 1 to have the module's entries, but it lacks '0\.bias'"),
         ([net, nan], r"network 1 to be finite, but entry '0\.bias' has NaN"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

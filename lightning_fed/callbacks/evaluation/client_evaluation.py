@@ -29,7 +29,7 @@ from lightning_fed.callbacks.evaluation.report import EvaluationReport
 from lightning_fed.callbacks.evaluation.results import ClientResults
 from lightning_fed.callbacks.evaluation.tables import client_table, row_name
 from lightning_fed.callbacks.federation import Federation, find_federation
-from lightning_fed.console import round_number
+from lightning_fed.console import list_first, round_number
 from lightning_fed.data.federated import EvaluationData
 from lightning_fed.errors import BadUpdate, ClientFault, OptionError
 from lightning_fed.federated_callback import AskableCallback, RevertingCallback, federated_callbacks
@@ -282,22 +282,20 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
             limited_clients = [client for (client, logged), limited in pairs if limited.weight < logged.weight]
             if limited_clients:
                 self._log_once(
-                    f"The weight of {', '.join(map(repr, limited_clients[:5]))} in {name!r} over all clients is "
+                    f"The weight of {list_first(limited_clients)} in {name!r} over all clients is "
                     "reduced to 100 times the median client's weight per example."
                 )
             infinite_clients = [client for client, logged in holders.items() if not logged.is_finite]
             if 0 < len(infinite_clients) < len(holders):
                 self._log_once(
-                    f"{name!r} over all clients excludes {', '.join(map(repr, infinite_clients[:5]))}, because the "
+                    f"{name!r} over all clients excludes {list_first(infinite_clients)}, because the "
                     "clients' values are not finite."
                 )
         reasons = {(name, reason) for report in all_reports for name, reason in report.stays.items()}
         for name, reason in sorted(reasons):
             clients = [client for client, report in reports.items() if report.stays.get(name) == reason]
             owners = (
-                "the clients"
-                if len(clients) == len(reports)
-                else f"{len(clients)} clients ({', '.join(map(repr, clients[:5]))})"
+                "the clients" if len(clients) == len(reports) else f"{len(clients)} clients ({list_first(clients)})"
             )
             self._log_once(f"The state of metric {name!r} does not leave {owners}: {reason}.")
         missing = sorted({name for report in all_reports for name in report.values} - values.keys())
