@@ -455,7 +455,8 @@ def refuse_other_messages(trainer: L.Trainer) -> None:
             is_harmless = getattr(callback, "keeps_privacy", False) or getattr(callback, "leaves_update", False)
             if not is_harmless and is_overridden(hook, callback, FederatedCallback):
                 raise MisconfigurationException(
-                    f"Expected clients to send only updates, but `{type(callback).__name__}.{hook}` may send more."
+                    f"Expected clients to send only updates, but `{type(callback).__name__}.{hook}` may send more, "
+                    "without protection: remove the callback."
                 )
 
 

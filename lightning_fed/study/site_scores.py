@@ -177,7 +177,7 @@ def check_rounds(trainer: L.Trainer) -> None:
     """Refuses a Trainer with several processes, or with ``EarlyStopping`` (all models need equal numbers of rounds)."""
     reason = ""
     if trainer.world_size > 1:
-        reason = f"one process, but got {trainer.world_size}: set `devices=1`"
+        reason = f"one process, as scores are not joined over processes, but got {trainer.world_size}: set `devices=1`"
     elif any(isinstance(callback, EarlyStopping) for callback in callbacks_of(trainer)):
         reason = "equal numbers of rounds for all methods, but got `EarlyStopping`: remove the callback"
     if reason:
