@@ -95,7 +95,7 @@ def mcmahan_cnn(
     1,663,370 parameters for 28x28 grey images and 10 classes, the paper's number because of padding 2. Images need at
     least 4 pixels per side. The paper has no dropout; FedFusion's version has dropout 0.2 after the hidden layer.
     """
-    side = _at_least_one(input_size // 2 // 2, input_size, minimum=4)
+    side = _at_least_one(input_size // 2 // 2, input_size, 4)
     features = _convolutions(in_channels, channels, True)
     return _network(features, _dense(channels[1] * side**2, [hidden], num_classes, dropout))
 
@@ -136,7 +136,7 @@ def lenet(
 
     431,080 parameters for 28x28 grey images (at least 16x16) and 10 classes. No activation separates the linear layers.
     """
-    side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
+    side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, 16)
     check_count("hidden", hidden)
     features = _convolutions(in_channels, channels)
     return _network(features, [nn.Flatten(), nn.Linear(channels[1] * side**2, hidden), nn.Linear(hidden, num_classes)])
@@ -155,7 +155,7 @@ def niid_cnn(
     62,006 parameters for 32x32 colour images (at least 16x16) and 10 classes. Linear layers with 120 and 84 units and
     ReLU follow. With 32 and 64 channels and one layer with 512 units, the network equals PFLlib's CNN.
     """
-    side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
+    side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, 16)
     return _network(_convolutions(in_channels, channels), _dense(channels[1] * side**2, hidden, num_classes))
 
 
@@ -174,9 +174,9 @@ def vgg9(
     layer. ``width`` scales channels and units. ``init="kaiming"`` draws He et al.'s normal weights, with zero biases.
     """
     check_option("init", init, ("default", "kaiming"))
-    side = _at_least_one(input_size // 2 // 2 // 2, input_size, minimum=8)
+    side = _at_least_one(input_size // 2 // 2 // 2, input_size, 8)
     a, b, c, d, hidden = (int(width * channels) for channels in (32, 64, 128, 256, 512))
-    if not a >= 1:
+    if a < 1:
         raise ValueError(f"Expected `width` to leave at least one of 32 channels, but got {width}.")
     features = [
         *(nn.Conv2d(in_channels, a, 3, padding=1), nn.ReLU()),

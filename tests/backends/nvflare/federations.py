@@ -13,11 +13,13 @@ from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import MaxSamples
 from tests import models
 from tests.backends.flower.halves import clients_of
-from tests.study.sites import Net, cases
+from tests.study.sites import MANY, SECURED, Net, cases
 
 SIZES = {"site-1": 33, "site-2": 20}
 RANKS = "two processes per site"
-STUDY = {"study: fedavg": "fedavg", "study: local": "local"}  # with the name of the model
+PLAIN_STUDY = {"study: fedavg": "fedavg", "study: local": "local"}  # with the name of the model
+SECURE_STUDY = {f"secure {case}": model for case, model in PLAIN_STUDY.items()}
+STUDY = PLAIN_STUDY | SECURE_STUDY
 
 FEDERATIONS = {
     "fedavg": lambda: Federation(local_epochs=2, seed=3),
@@ -25,14 +27,21 @@ FEDERATIONS = {
     "secure sum": lambda: Federation("fedavgm", steps=[MaxSamples(40), SecureSum(5.0)], seed=3),
     "buffer of two": lambda: Federation(FedBuff(2, 0), seed=3),
     "buffer of one": lambda: Federation(FedBuff(1), seed=3),
-    **{case: lambda model=model: study_federation(model) for case, model in STUDY.items()},
+    **{case: lambda case=case: study_federation(case) for case in STUDY},
     RANKS: lambda: Federation(local_epochs=2, optimizer_state="keep", seed=3),
 }
 
 
-def study_federation(model):
+def study_federation(case):
     """The local models stay at the sites."""
-    return Federation("fedavg", personal=["*"] if model == "local" else (), seed=3)
+    steps = [MaxSamples(40), SecureSum(5.0)] if case in SECURE_STUDY else []
+    return Federation("fedavg", personal=["*"] if STUDY[case] == "local" else (), seed=3, steps=steps)
+
+
+def places_of(case):
+    """Client to site: a study with a secure sum needs five clients, here on two sites."""
+    names = SECURED if case in SECURE_STUDY else [*SIZES]
+    return {client: f"site-{1 + place % 2}" for place, client in enumerate(names)}
 
 
 def study_module():
@@ -43,9 +52,12 @@ def study_module():
     return made
 
 
-def study_data(*sites):
-    data = {split: dict(zip(SIZES, cases(split).values(), strict=False)) for split in ("train", "val", "test")}
-    chosen = {split: {site: parts[site] for site in sites} for split, parts in data.items()}
+def study_data(case, site):
+    sizes = {name: MANY[name] for name in SECURED}
+    chosen = {}
+    for split in ("train", "val", "test"):
+        data = zip(places_of(case).items(), cases(split, sizes).values(), strict=False)
+        chosen[split] = {client: own for (client, place), own in data if place == site}
     return FederatedDataModule(chosen["train"], val=chosen["val"], test=chosen["test"], batch_size=8)
 
 

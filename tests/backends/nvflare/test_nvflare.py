@@ -1,5 +1,6 @@
 """NVFLARE's simulator and POC mode: weights equal one process, even after a killed server or site."""
 
+import csv
 import importlib
 import json
 import re
@@ -8,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 pytest.importorskip("flwr")  # some shared helpers import flwr
 pytest.importorskip("nvflare", reason="`pip install lightning-fed[nvflare]`")
@@ -18,11 +20,13 @@ from lightning_fed.backends.nvflare.transport import from_shareable
 from lightning_fed.backends.wire.packets import PacketError
 from lightning_fed.cli.main import main
 from lightning_fed.recipe import FederatedCLI
-from tests import models, warm_process
+from tests import models, references_study, warm_process
 from tests.backends.flower.halves import Loses, clients_of, in_process
 from tests.backends.nvflare.federations import (
     FEDERATIONS,
+    PLAIN_STUDY,
     RANKS,
+    SECURE_STUDY,
     SIZES,
     STUDY,
     module,
@@ -31,6 +35,7 @@ from tests.backends.nvflare.federations import (
 )
 from tests.backends.nvflare.processes import JOB, ROOT, Poc, simulate
 from tests.recorders import assert_same, state_of
+from tests.study.sites import SECURED
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -64,8 +69,8 @@ def test_asynchronous_rounds_replay_in_one_process(federated_trainer, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_study(tmp_path):
-    """Two jobs, one per model. The server learns sums over cases; each site has a table. A secure sum needs 5 sites."""
-    for case in STUDY:
+    """Two jobs, one per model. The server learns sums over cases; each site has a table."""
+    for case in PLAIN_STUDY:
         simulate(tmp_path, case, seconds=500)
     answers = json.loads((tmp_path / "study" / "study.json").read_text())["answers"]
     assert answers.keys() == SIZES.keys()
@@ -77,6 +82,25 @@ def test_a_study(tmp_path):
         assert totals[:2] == pytest.approx([sum(one) for one in pair], rel=1e-9)
         assert totals[-1] == pytest.approx(pair[0] @ pair[1], rel=1e-9)
         assert f"| {site} |" in (tmp_path / "sites" / "sites" / f"{site}.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_study_with_a_secure_sum(tmp_path):
+    """Five clients on two sites. The server learns one gain, equal to the mean from the scores at the sites."""
+    for case in SECURE_STUDY:
+        simulate(tmp_path, case, seconds=500)
+    study = json.loads((tmp_path / "study" / "study.json").read_text())
+    assert (study["answers"], study["totals"]["fedavg"][0]) == ({}, 5)
+    gains = []
+    for site in SECURED:
+        runs = json.loads((tmp_path / "sites" / "sites" / f"{site}.json").read_text())["runs"]
+        fedavg, local = (np.array(runs[model]["3"]["scores"]) for model in ("fedavg", "local"))
+        gains.append((float(np.mean(local - fedavg)), float(np.var(local - fedavg, ddof=1) / len(local))))
+    mean, variance, _ = references_study.random_effects(*map(list, zip(*gains, strict=True)))
+    (row,) = csv.DictReader((tmp_path / "study" / "study.csv").read_text().splitlines())
+    half = stats.t.ppf(0.975, 4) * variance**0.5
+    assert [float(row[name]) for name in ("gain", "low", "high")] == pytest.approx([mean, mean - half, mean + half])
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from tests.backends.nvflare.federations import (
     STUDY,
     data_of,
     module,
+    places_of,
     plain_module,
     shared_data,
     study_data,
@@ -108,7 +109,7 @@ HOSTILE = {
 
 
 def site_data(node):
-    return study_data(node["site"]) if CASE in STUDY else data_of(node["site"])
+    return study_data(CASE, node["site"]) if CASE in STUDY else data_of(node["site"])
 
 
 def study(folder):
@@ -125,7 +126,7 @@ class Server(FederationController):
         rounds = len(HOSTILE) + 1 if "FEDJOB_HOSTILE" in os.environ else 3
         super().__init__(
             FEDERATIONS[CASE](), MODULE, None, {**OPTIONS, "max_epochs": rounds},
-            clients=["site-1", "site-2"], folder=FOLDER / f"server{STUDY.get(CASE, '')}", time_limit=DEADLINE,
+            clients=places_of(CASE), folder=FOLDER / f"server{STUDY.get(CASE, '')}", time_limit=DEADLINE,
             patience=60, callbacks=study("study"),
         )  # fmt: skip
 
