@@ -161,11 +161,9 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
             curves = [[values.get(monitor, math.nan) for values in run["rounds"]] for run in runs]
             columns = list(zip(*curves, strict=False))  # rounds completed by all seeds
             rounds = range(1, len(columns) + 1)
-            turn, place = divmod(number, len(COLORS))
-            style, means = ("-", "--", ":", "-.")[turn % 4], [statistics.fmean(values) for values in columns]
-            axes.plot(rounds, means, style, color=COLORS[place], label=_short_name(method))
-            lows, highs = [min(values) for values in columns], [max(values) for values in columns]
-            axes.fill_between(rounds, lows, highs, alpha=0.15, color=COLORS[place], linewidth=0)
+            style, color = "-" if number < len(COLORS) else "--", COLORS[number % len(COLORS)]
+            axes.plot(rounds, [*map(statistics.fmean, columns)], style, color=color, label=_short_name(method))
+            axes.fill_between(rounds, [*map(min, columns)], [*map(max, columns)], alpha=0.15, color=color, linewidth=0)
         if central:
             goal = _goal(results[0]["mode"], target, statistics.fmean(central))
             axes.axhline(statistics.fmean(central), color=INK, linewidth=0.8, label=CENTRAL)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -71,32 +70,21 @@ class ClientReport:
         return max((len(summary.counts) for summary in self.clients), default=0)
 
     def __str__(self) -> str:
-        title = [
-            "client", "examples", "classes", "void", "distance", "brightness", "contrast", "sharpness"
-        ]  # fmt: skip
-        rows = []
+        rows = [["client", "examples", "classes", "void", "distance", "brightness", "contrast", "sharpness"]]
         for summary in self.clients:
-            labelled = int(summary.counts.sum())
-            void = summary.num_ignored / max(1, summary.num_ignored + labelled)
-            looks = (summary.brightness, summary.contrast, summary.sharpness)
-            classes = f"{len(summary.present)} of {self.num_classes}"
-            rows.append(
-                [
-                    str(summary.client),
-                    str(summary.num_examples),
-                    classes if self.num_classes else "-",
-                    f"{void:.0%}" if self.num_classes else "-",
-                    *("-" if math.isnan(value) else f"{value:.2f}" for value in (summary.distance, *looks)),
-                ]
-            )
-        text = markdown_table([title, *rows])
+            void = summary.num_ignored / max(1, summary.num_ignored + int(summary.counts.sum()))
+            classes = (f"{len(summary.present)} of {self.num_classes}", f"{void:.0%}") if self.num_classes else "--"
+            numbers = (summary.distance, summary.brightness, summary.contrast, summary.sharpness)
+            looks = ("-" if math.isnan(value) else f"{value:.2f}" for value in numbers)
+            rows.append([str(summary.client), str(summary.num_examples), *classes, *looks])
+        text = markdown_table(rows)
         if 0 < self.num_classes <= _MOST_COLUMNS:
             shares = [
                 [str(summary.client), *(f"{share:.1%}" if share else "0" for share in self._shares(summary))]
                 for summary in self.clients
             ]
             text += "\n\nShare of each class among the labels:\n\n"
-            text += markdown_table([["client", *map(self._name, range(self.num_classes))], *shares])
+            text += markdown_table([["client", *self._names()], *shares])
         return text
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
@@ -112,10 +100,10 @@ class ClientReport:
             part.suptitle("first images of each client")
             grid = part.subplots(len(self.clients), _PICTURES, squeeze=False)
             for row, summary in zip(grid, self.clients, strict=True):
-                for axis, image in zip_longest(row, summary.images):
-                    axis.set(xticks=[], yticks=[], frame_on=image is not None)
-                    if image is not None:
-                        axis.imshow(_displayed(image), vmin=0, vmax=1, cmap="gray")
+                for axis in row:
+                    axis.set(xticks=[], yticks=[], frame_on=False)
+                for axis, image in zip(row, summary.images, strict=False):
+                    axis.imshow(_displayed(image), vmin=0, vmax=1, cmap="gray")
                 name = f"{summary.client}\n{summary.num_examples} examples"
                 row[0].set_ylabel(name, rotation=0, ha="right", va="center")
         axis, places = right.subplots(), range(len(self.clients))
@@ -127,17 +115,18 @@ class ClientReport:
         else:
             shares = torch.tensor([self._shares(summary) for summary in self.clients])
             drawn = axis.imshow(shares.sqrt().numpy(), aspect="auto", vmin=0, vmax=1, cmap="viridis")
-            axis.set_xticks(range(self.num_classes), [*map(self._name, range(self.num_classes))], rotation=90)
+            axis.set_xticks(range(self.num_classes), self._names(), rotation=90)
             bar = right.colorbar(drawn, ax=axis, label="share of the class")
             bar.set_ticks([0, 0.1**0.5, 0.5**0.5, 1], labels=["0", "10 %", "50 %", "100 %"])
         save_figure(figure, Path(path))
 
     def _shares(self, summary: ClientSummary) -> list[float]:
         shares: list[float] = (summary.counts / summary.counts.sum().clamp_min(1)).tolist()
-        return shares + [0.0] * (self.num_classes - len(shares))
+        return shares
 
-    def _name(self, label: int) -> str:
-        return self.class_names[label] if label < len(self.class_names) else str(label)
+    def _names(self) -> list[str]:
+        names = [*self.class_names, *map(str, range(len(self.class_names), self.num_classes))]
+        return names[: self.num_classes]
 
 
 def report_partition(
@@ -192,10 +181,10 @@ def report_clients(
         raise ValueError(f"Expected classes from 0 to {num_classes - 1}, but got {size - 1}.")
     size = max(size, num_classes or 0) if size else 0
     counts = [_padded(summary.counts, size) for summary in summaries]
-    total = torch.stack(counts).sum(0).double() if counts else torch.zeros(0)
+    total = sum(counts, torch.zeros(size, dtype=torch.float64))
     return ClientReport(
         tuple(
-            ClientSummary(**{**vars(summary), "counts": count, "distance": _distance(count, total)})
+            replace(summary, counts=count, distance=_distance(count, total))
             for summary, count in zip(summaries, counts, strict=True)
         ),
         tuple(class_names),

@@ -53,7 +53,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.text += data
-        if self.open and self.open[-1] in ("td", "th"):
+        if {"td", "th"} & {*self.open}:
             self.rows[-1][-1][0] += data
 
     def columns(self, name):
@@ -193,6 +193,7 @@ def test_a_resumed_fit_has_the_report_of_one_fit(federated_trainer, tmp_path):
         assert rows[0] == rows[1]
     facts = {row[0][0]: row[1][0] for row in pages[1].tables["facts"]}
     assert f"--ckpt_path {files[1]}" in facts["resume"]
+    assert ("span", {"class": "whole"}) in pages[1].tags  # no line break inside an option
 
 
 def test_an_interrupted_fit_reports_the_finished_rounds(federated_trainer, tmp_path):
