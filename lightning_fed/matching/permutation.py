@@ -80,7 +80,7 @@ class PermutationGroup:
         for (name, axis), role in axes.items():
             check_option("axes", role, Role)
             if name not in state or not 0 <= axis < state[name].ndim:
-                raise ValueError(f"Expected `axes` to be axes of entries of the state, but got {axis} of {name!r}.")
+                raise ValueError(f"Expected `axes` to be axes of the state's entries, but got {axis} of {name!r}.")
             length = state[name].shape[axis]
             if size < 1 or length % size:
                 raise ValueError(

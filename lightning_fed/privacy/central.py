@@ -177,7 +177,7 @@ class CentralDP(UpdateStep):
     def begin(self, budget: Budget, key: int) -> None:
         """Sets budget and secret noise key before a fit. Raises ``ValueError`` if a resumed fit has another budget."""
         if self.budget is not None and self.budget != budget:
-            raise OptionError(f"Expected the budget of the earlier rounds, {self.budget}, but got {budget}.")
+            raise OptionError(f"Expected the privacy budget of earlier rounds, {self.budget}, but got {budget}.")
         self.budget, self.key = budget, key
         self.step_noise  # noqa: B018 - raises
 

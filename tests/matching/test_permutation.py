@@ -309,7 +309,7 @@ def test_refusals(groups):
         resize_groups([first], [0])
     with pytest.raises(ValueError, match="`roles` to be one of"):
         neuron_features(state, first, ("rows",))
-    with pytest.raises(ValueError, match=r"`axes` to be axes of entries of the state, but got 1 of 'first\.bias'"):
+    with pytest.raises(ValueError, match=r"`axes` to be axes of the state's entries, but got 1 of 'first\.bias'"):
         PermutationGroup.over(state, {("first.bias", 1): "vec"}, 3)
     with pytest.raises(ValueError, match=r"`size` to divide the length 3 of axis 0 of 'first\.bias', but got 2"):
         PermutationGroup.over(state, {("first.bias", 0): "vec"}, 2)

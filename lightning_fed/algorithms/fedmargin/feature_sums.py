@@ -160,6 +160,6 @@ class TrainingFeatureSums:
         if is_blind or self._num_seen + self._num_skipped < self._num_started:
             raise ValueError(
                 f"Expected training to use the model's features in every batch, but {layer} ran in {self._num_seen} "
-                f"of {self._num_started}: name another `layer`, or use passes='exact' if `torch.compile` has compiled "
-                "the model before the fit."
+                f"of {self._num_started} batches: name another `layer`, or use passes='exact' if `torch.compile` has "
+                "compiled the model before the fit."
             )

@@ -1035,7 +1035,7 @@ def test_compiled_models(passes, is_ready, federated_trainer):
         module.train()
     if passes == "online" and is_ready:
         with pytest.raises(
-            ValueError, match=r"in every batch, but .*orig_mod.2' ran in . of .: name .* passes='exact'"
+            ValueError, match=r"in every batch, but .*orig_mod.2' ran in . of . batches: name .* passes='exact'"
         ):
             sent(federated_trainer, ClassPrototypes(passes=passes), module, clients)
         return

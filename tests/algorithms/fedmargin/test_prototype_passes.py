@@ -170,7 +170,7 @@ def test_online_passes_with_manual_optimization(federated_trainer):
             super().__init__(models.mlp())
             self.spare = nn.Linear(8, 3)
 
-    with pytest.raises(ValueError, match=r"but the output of 'spare' ran in 0 of 4: name another `layer`"):
+    with pytest.raises(ValueError, match=r"but the output of 'spare' ran in 0 of 4 batches: name another `layer`"):
         sent(federated_trainer, ClassPrototypes("spare", **named), Idle(), data)
     with pytest.raises(MisconfigurationException, match=r"manual optimization .*: give `ClassPrototypes` a `layer`"):
         sent(federated_trainer, ClassPrototypes(passes="online"), PickyByHand(models.mlp()), data)
