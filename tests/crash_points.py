@@ -389,9 +389,10 @@ def put_row(path, row):
     path.write_text(f"{before}<!-- crash points -->\n\n" + "\n".join(lines) + f"\n\n<!-- /crash points -->{after}")
 
 
-def import_once():
+def import_once(runs):
     """Imports the modules needed by FedMA's tracing before the forks."""
-    for name in ("torch.export._trace", "torch._export.non_strict_utils", "torch._functorch.partitioners"):
+    of_tracing = ("torch.export._trace", "torch._export.non_strict_utils", "torch._functorch.partitioners")
+    for name in of_tracing if "fedma" in runs else ():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()  # prevents page copies of imported objects in the children
@@ -406,11 +407,12 @@ def main():
     parser.add_argument("--one-of-each", action="store_true", help="one point of each kind instead of all")
     parser.add_argument("--table", type=Path, help="the page that gets the table")
     arguments = parser.parse_args()
-    import_once()
-    if arguments.jobs is None:
+    jobs = None if arguments.jobs is None else json.loads(arguments.jobs.read_text())
+    import_once(arguments.runs if jobs is None else [job["run"] for job in jobs])
+    if jobs is None:
         make_table(arguments.runs, arguments.table, one_of_each if arguments.one_of_each else None)
         return
-    for job in json.loads(arguments.jobs.read_text()):
+    for job in jobs:
         error = job.get("error")
         only = None if job.get("all") else one_of_each if error is None else one_of_each_write(error)
         points, found = kill_everywhere(job["run"], Path(job["folder"]), only, error)

@@ -226,6 +226,7 @@ TABLE = {
     ),
 }
 DOORS = ({"fedavg": "trainer", "fairavg": "callback"}, {"fedavg": "callback", "fairavg": "trainer"})  # alternating
+OF_A_KIND = ("batch norm personal", "lstm", "scheduler per round", "bf16", "deeplab", "unet")
 ONCE = {"deeplab": "fedavg", "unet": "fairavg"}  # large models: only one rule
 
 
@@ -258,7 +259,7 @@ def fit(row, door, aggregator, plain_trainer, federated_trainer):
             (name, aggregator, DOORS[place % 2][aggregator])
             for place, name in enumerate(TABLE)
             for aggregator in [ONCE.get(name, list(DOORS[0])[place // 2 % 2])]
-            if name != "unet"
+            if name not in OF_A_KIND
         ],
     ),
 )

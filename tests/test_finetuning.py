@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.matching import MatchedAverage
 from tests import models
+from tests.breadth import quick, slow
 from tests.recorders import Recorder, assert_same, state_of
 
 pytestmark = [
@@ -128,7 +129,7 @@ def test_resuming(make_module, clients, federated_trainer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("personal", "shared"), [(["*lora_*"], ["classifier"]), (["*lora_B*"], ["lora_A", "classifier"])]
+    ("personal", "shared"), [slow((["*lora_*"], ["classifier"])), (["*lora_B*"], ["lora_A", "classifier"])]
 )
 def test_adapters_of_the_clients_own(personal, shared, make_module, clients, federated_trainer):
     """All adapters, or the B matrices as in FedSA-LoRA."""
@@ -213,7 +214,7 @@ class Segmenter(models.Module):
                 layer.eval()
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", quick([0, 4], [4]))
 def test_segmentation_with_an_encoder_from_a_file(rank, federated_trainer, tmp_path):
     torch.manual_seed(0)
     encoder = smp.encoders.get_encoder("resnet18", weights=None, depth=3)

@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_fed import FederatedCallback, Federation, Method
 from lightning_fed.algorithms import FedAdam, FedAvg, FedAvgM, FedDyn, FedMargin, ServerOptimizer
 from tests import models
+from tests.breadth import quick
 from tests.recorders import Recorder, assert_same, state_of
 
 SIZES = {"ann": 6, "bob": 9, "cid": 4}, {"eve": 7, "fay": 5}
@@ -46,7 +47,7 @@ def fit(federated_trainer, method, place):
     return trainer, module
 
 
-@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize("kind", quick(SHARED, SHARED.keys() - {"method with a step", "method from a rule"}))
 def test_one_object_in_two_fits(federated_trainer, kind):
     """A second fit with the same object changes nothing in the first fit."""
     states = []

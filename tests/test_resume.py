@@ -137,7 +137,8 @@ def test_killed_with_sigkill_and_resumed_in_another_process(run, killed, whole):
 OF_A_KIND = (
     "personal-in-memory", "personal-batch-norm-in-folder", "batch-norm-average", "margins-in-folder",
     "corrected-gradients", "server-moments", "server-momentum", "compressed", "personal-in-folder", "schedulers",
-    "saved-after-validation",
+    "saved-after-validation", "regularizers", "sampled-classes", "fused-features", "centers",
+    "local-batch-norm-in-folder",
 )  # fmt: skip
 
 

@@ -256,7 +256,7 @@ def check(seed, caplog):
             assert len(told) == sum(map(bool, parts.values())), (draw, told)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**31))
 def test_drawn_metrics(seed, caplog):
     check(seed, caplog)

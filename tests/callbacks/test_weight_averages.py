@@ -23,7 +23,7 @@ from lightning_fed.steps import MaxSamples
 from tests import models
 from tests.backends.flower.halves import in_process, on_flower
 from tests.batch_norm.test_batch_norm_decision import assert_measured, measured_reference
-from tests.breadth import quick
+from tests.breadth import quick, slow
 from tests.recorders import MemoryLogger, assert_same, bytes_of, state_of
 
 callbacks = L.pytorch.callbacks
@@ -218,7 +218,9 @@ def test_a_failed_measurement_of_the_average_leaves_no_decision(federated_traine
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-@pytest.mark.parametrize(("average", "batch_norm"), [(ema, "recalibrate"), (StepMean, "auto")])
+@pytest.mark.parametrize(
+    ("average", "batch_norm"), quick([(ema, "recalibrate"), (StepMean, "auto")], [(StepMean, "auto")])
+)
 def test_on_flower_as_in_one_process(average, batch_norm, federated_trainer, tmp_path):
     """Weights bit for bit; validation uses the average, and the site matrix also evaluates the clients' models."""
     matrices, federation = (SiteMatrix("val_loss"), SiteMatrix("val_loss")), partial(Federation, batch_norm=batch_norm)
@@ -315,7 +317,7 @@ HOOKS = ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"]
 CASES = [(average, hook) for average in AVERAGES for hook in HOOKS]
 
 
-@pytest.mark.parametrize(("average", "hook"), quick(CASES, [CASES[0], CASES[3], CASES[7], CASES[11]]))
+@pytest.mark.parametrize(("average", "hook"), quick(CASES, [CASES[0], CASES[4], CASES[8]]))
 def test_resumed(hook, average, federated_trainer, tmp_path):
     whole, path = module(), tmp_path / "stopped.ckpt"
     federated_trainer(max_rounds=ROUNDS, callbacks=[average()], seed=1).fit(whole, datamodule=data())
@@ -357,11 +359,11 @@ def test_weights_alone_hold_the_global_model(federated_trainer, tmp_path):
     [
         ({"method": "fedbn"}, "personal entries stay on the clients"),
         ({"method": Median()}, "Median is no weighted mean"),
-        ({"method": "fesem:num_centers=2"}, "FeSEM is no weighted mean"),
-        ({"steps": [CentralDP(1.0, 1e-3, 1.0)]}, "`CentralDP` would treat the average as a second model"),
+        slow(({"method": "fesem:num_centers=2"}, "FeSEM is no weighted mean")),
+        slow(({"steps": [CentralDP(1.0, 1e-3, 1.0)]}, "`CentralDP` would treat the average as a second model")),
         ({"steps": [MaxSamples(64), SecureSum(clip=1.0)]}, "`SecureSum` would"),
         ({"steps": [TopK(0.5)]}, "`TopK` would"),
-        ({"steps": [MaxNorm(1.0)]}, "`MaxNorm` would"),
+        slow(({"steps": [MaxNorm(1.0)]}, "`MaxNorm` would")),
     ],
 )
 def test_what_cannot_be_averaged(options, reason, federated_trainer):

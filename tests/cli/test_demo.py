@@ -17,11 +17,11 @@ from lightning_fed.tasks import SegmentationTask
 from tests.datasets.test_datasets import write_camvid_npz
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-SMALL = {"num_clients": 3, "clients_per_round": 2, "num_scenes": 36}
+SMALL = {"num_clients": 3, "clients_per_round": 2, "num_scenes": 18}
 
 
 def small_scenes(**options):
-    return Shapes(**{**options, "num_val": 16, "image_size": 32})
+    return Shapes(**{**options, "num_val": 8, "image_size": 32})
 
 
 def small_network(name, **options):

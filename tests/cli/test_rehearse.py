@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 
 from lightning_fed.cli.main import main
+from tests.breadth import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "rehearsal.md"
 
 
-def test_the_guide_shows_the_commands_and_the_result(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("is_short", quick([True, False], [True]))
+def test_the_guide_shows_the_commands_and_the_result(is_short, tmp_path, monkeypatch, capsys):
+    """The short case has fewer rehearsals and rounds than the guide, so the numbers differ."""
     monkeypatch.chdir(tmp_path)
     page = PAGE.read_text()
     (sites,) = re.findall(r"```toml\n(.*?)```", page, re.S)
@@ -22,14 +25,21 @@ def test_the_guide_shows_the_commands_and_the_result(tmp_path, monkeypatch, caps
     words, _, file = recipe.partition(" > ")
     main(words.split())
     Path(file).write_text(capsys.readouterr().out)
+    if is_short:
+        summary = summary.replace("--seeds 10 --rounds 10", "--seeds 3 --rounds 3")
+        replay = re.sub(r"--rounds 10 --seed \d+", "--rounds 3 --seed 0", replay)
     main(summary.split())
     shown = capsys.readouterr().out
-    assert shown.startswith(text)
+    if is_short:
+        assert shown.startswith("3 rehearsals of 3 rounds with 4 clients.")
+        assert {line.split()[0] for line in re.findall(r"^[a-z]+  .*", shown, re.M)} >= {"rounds", "hours", "megabytes"}
+    else:
+        assert shown.startswith(text)
     with pytest.raises(SystemExit) as end:
         main(replay.split())
     assert end.value.code == 0
     events = capsys.readouterr().out
-    assert Path("runs/rehearsal/seed_8.log").read_text() == events
+    assert Path(f"runs/rehearsal/seed_{replay.split()[-1]}.log").read_text() == events
     assert shown.count("\nSeed ") == 3
     assert events.splitlines()[-1] in shown
 

@@ -1,5 +1,6 @@
 """Copies of third-party schedulers."""
 
+import itertools
 import threading
 from collections import Counter, OrderedDict, deque
 
@@ -13,6 +14,7 @@ from lightning_fed import Federation
 from lightning_fed.data import IID, LoaderDataModule
 from lightning_fed.numerics.trees import copy_tree
 from tests import models
+from tests.breadth import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -82,8 +84,13 @@ class Watched(models.Module):
         self.rates.append(self.optimizers().param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("interval", ["epoch", "step"])
-@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("kind", "interval"),
+    quick(
+        itertools.product(SCHEDULERS, ["epoch", "step"]),
+        zip(SCHEDULERS, itertools.cycle(["epoch", "step"]), strict=False),
+    ),
+)
 def test_schedulers_that_forward_attributes(kind, interval, plain_trainer):
     """One client has a plain fit's learning rates. Two clients start each visit from the same rates."""
     rates = {}

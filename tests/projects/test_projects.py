@@ -273,7 +273,7 @@ def test_a_plain_project_trains(name, run):
 
 @pytest.mark.parametrize(
     "name",
-    quick_projects("cli", "gan", "graphs", "dqn", "csv_plot", "table", "clustering", "barlow_twins", "neural_forecast"),
+    quick_projects("cli", "gan", "dqn", "csv_plot", "table"),
 )
 def test_a_federated_project_trains_at_the_first_try(name, run, caplog, plain_trainer, monkeypatch):
     """Both entry points give equal weights; visits equal plain fits, and rounds average the visits."""

@@ -1,5 +1,7 @@
 """One client with averaging and kept optimizer state equals a plain fit bit for bit, also in checkpoints."""
 
+import itertools
+
 import lightning as L
 import lightning.pytorch.callbacks as lightning_callbacks
 import pytest
@@ -20,6 +22,7 @@ from lightning_fed.algorithms.proximal_term import ProximalTerm
 from lightning_fed.data import IID, FederatedDataModule, LoaderDataModule
 from lightning_fed.steps import MaxNorm
 from tests import models
+from tests.breadth import quick
 from tests.recorders import assert_same, state_of
 
 pytestmark = [
@@ -171,8 +174,19 @@ def net(case):
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")  # Lightning's order in averages of epochs
-@pytest.mark.parametrize("visits", ["fused", "lightning"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "visits"),
+    quick(
+        itertools.product(CASES, ["fused", "lightning"]),
+        [
+            # Both in Lightning's loop with validations inside an epoch.
+            *((case, "lightning") for case in CASES if "val_check_interval" in CASES[case][3]),
+            *((case, "fused") for case in CASES if "val_check_interval" not in CASES[case][3]),
+            ("schedule per step", "lightning"),
+            ("average of epochs", "lightning"),
+        ],
+    ),
+)
 def test_models_and_files_are_lightnings(case, visits, fit, tmp_path, caplog):
     """Every checkpoint, at every batch, has all of Lightning's values."""
     if case == "average of steps" and not hasattr(lightning_callbacks, "EMAWeightAveraging"):

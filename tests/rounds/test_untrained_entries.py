@@ -149,7 +149,9 @@ def test_entries_that_train_for_some_rounds(fit):
     assert len({*expected[4:]}) > 1, "some clients have them in a round, and some do not"
 
 
-@pytest.mark.parametrize(("make_module", "stop"), [slow((Switched, 1)), (Switched, 3), (Switched, 5), (Following, 2)])
+@pytest.mark.parametrize(
+    ("make_module", "stop"), [slow((Switched, 1)), (Switched, 3), slow((Switched, 5)), (Following, 2)]
+)
 def test_resuming(make_module, stop, fit, tmp_path):
     options = {"clients_per_round": 2, "seed": 3, "method": "fedadam"}
     whole, _ = fit(expected := make_module(models.adam), rounds=9, **options)

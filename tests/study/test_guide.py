@@ -25,6 +25,7 @@ def cells(line):
 
 
 # Lightning 2.6 calls a function deprecated in jsonargparse 4.53.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_the_command_of_the_guide(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "guides" / "study.md").read_text()

@@ -47,7 +47,7 @@ def federation(model, seed=3, steps=()):
     return Federation("fedavg", personal=["*"] if model == "local" else (), seed=seed, steps=list(steps))
 
 
-def on_flower(folder, model, metric="test_loss", stores="", min_support=10, sites=Sites, **options):
+def on_flower(folder, model, metric="test_loss", stores="", min_support=10, sites=Sites, rounds=ROUNDS, **options):
     """Fits with two nodes: north is on the first, south on the second. Returns the server's module and the answers."""
     sent = []
 
@@ -72,7 +72,7 @@ def on_flower(folder, model, metric="test_loss", stores="", min_support=10, site
     transport = FlowerTransport(grid, 5.0, poll=0.01)
     run = f"{model}{options.get('seed', 3)}"
     trainer = run_server(
-        federation(model, **options), Net, None, {**OPTIONS, "max_epochs": ROUNDS}, transport,
+        federation(model, **options), Net, None, {**OPTIONS, "max_epochs": rounds}, transport,
         transport.await_clients(len(sites.sizes), 1), folder / run, half("server"),
     )  # fmt: skip
     return trainer.lightning_module, sent
@@ -180,7 +180,7 @@ STEPS = (MaxSamples(40), SecureSum(5.0))
 
 
 def secure(folder, model, **options):
-    return on_flower(folder, model, steps=STEPS, sites=ManySites, **options)[1]
+    return on_flower(folder, model, steps=STEPS, sites=ManySites, rounds=1, **options)[1]
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +251,7 @@ def test_one_process_gives_the_sums_of_the_network(secured, tmp_path):
     for model in MODELS:
         trainer = FederatedTrainer(
             federation=federation(model, steps=STEPS),
-            max_rounds=ROUNDS,
+            max_rounds=1,
             callbacks=[SiteStudy(model, "test_loss", tmp_path)],
             **QUIET,
         )
@@ -284,7 +284,7 @@ def test_a_sum_is_released_for_one_set_of_sites(secured, tmp_path, caplog):
 def test_a_fit_without_the_secure_sum_is_excluded(tmp_path, caplog):
     """Otherwise a last fit without the step would get the sums of single sites."""
     secure(tmp_path, "fedavg")
-    assert {len(answer["data"]) for answer in on_flower(tmp_path, "local", sites=ManySites)[1]} == {0}
+    assert {len(answer["data"]) for answer in on_flower(tmp_path, "local", sites=ManySites, rounds=1)[1]} == {0}
     assert "the client's scores from earlier fits have another metric, stage, patient key or secure sum" in caplog.text
     assert not (tmp_path / "server" / "study.md").exists()
 

@@ -46,9 +46,15 @@ def in_a_new_folder(tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
 
 
-def study(*arguments):
+@pytest.fixture(autouse=True, scope="module")
+def subclasses_are_remembered():
+    """Until the next import, command lines share the search for subclasses."""
     with remembered_subclasses():
-        main(["study", "recipe.yaml", *map(str, arguments)])
+        yield
+
+
+def study(*arguments):
+    main(["study", "recipe.yaml", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +179,13 @@ def _north_scores(out):
 
 
 def scored(metric, stage="test", module=None, data=None, **options):
-    """Scores by site for a module on a plain Trainer."""
+    """Scores by site for a module on a plain Trainer; of one site unless there are `data`."""
     scores = SiteScores(metric, stage, **options)
     trainer = L.Trainer(**QUIET, callbacks=[scores])
     run = trainer.test if stage == "test" else trainer.validate
-    run(Net() if module is None else module, datamodule=Sites() if data is None else data, verbose=False)
+    north = ({"north": cases(split)["north"]} for split in ("train", "val", "test"))
+    data = FederatedDataModule(*north, batch_size=8) if data is None else data
+    run(Net() if module is None else module, datamodule=data, verbose=False)
     return scores.scores
 
 
@@ -200,7 +208,7 @@ def test_metrics_without_a_value_for_a_case_are_bootstrapped(monkeypatch):
 def test_cases_are_scored_one_by_one():
     """A loss per case, not per batch; the batches of a loader do not matter."""
     module = Net()
-    found = scored("test_loss", module=module)
+    found = scored("test_loss", module=module, data=Sites())
     for site, data in cases("test").items():
         logits = F.linear(data.x, module.layer.weight, module.layer.bias)
         expected = F.cross_entropy(logits, data.y, reduction="none").tolist()

@@ -436,8 +436,7 @@ def pretrained():
     return smp.Unet("tu-resnet10t", encoder_weights=None, encoder_depth=3, decoder_channels=(8, 8, 8)).encoder
 
 
-@pytest.mark.parametrize("names", ["timm", "smp", "task"])
-@pytest.mark.parametrize("ending", ["safetensors", "ckpt"])
+@pytest.mark.parametrize(("names", "ending"), [("timm", "safetensors"), ("smp", "ckpt"), ("task", "safetensors")])
 def test_weights_of_an_encoder_from_a_file(names, ending, pretrained, tmp_path, caplog):
     state = {
         "timm": {name.removeprefix("model."): value for name, value in pretrained.state_dict().items()},
