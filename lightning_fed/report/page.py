@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from lightning_fed.callbacks.pictures import VIRIDIS
 from lightning_fed.console import round_number
@@ -29,6 +29,10 @@ _COLUMNS = {  # columns of the table by round: name in the log, factor
 }
 _NOT_GLOBAL = ("fed/", "comm/", "client/", "clients/", "evaluation/", "privacy/", "seconds", "step", "epoch")
 _CLASS_IOU = re.compile(r".*iou/(?P<name>.+)")
+_FOLDER = Path(__file__).parent
+_TEMPLATES = Environment(  # compiles each template once
+    loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
 
 
 @dataclass
@@ -110,10 +114,8 @@ def render_page(results: FitResults) -> str:
 
 def render_template(name: str, **values: Any) -> str:
     """Fills in a template file from the package, with the common style sheet. All values are escaped."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    folder = Path(__file__).parent
-    style = (folder / "style.css").read_text(encoding="utf-8")
-    return environment.from_string((folder / name).read_text(encoding="utf-8")).render(style=style, **values)
+    style = (_FOLDER / "style.css").read_text(encoding="utf-8")
+    return _TEMPLATES.get_template(name).render(style=style, **values)
 
 
 def embed_picture(content: bytes) -> str:

@@ -77,7 +77,18 @@ METHODS += ["median", "moon", "qffl", "scaffold", "silobn"]
 SLOW = ["fairavg", "fedadagrad", "fedatt", "fedbn", "fedper", "fedyogi", "fesem", "fixbn:after=1", "geometricmedian"]
 SLOW += ["trimmedmean", "multikrum", "normclipping", "centeredclipping", "bulyan", "krum", "neighbours", "noisy"]
 SLOW += ["adaptive clipping", "16 bits", "median bound", "collusion", "bucketing", "clipped"]
-CASES = {method: {"method": method} for method in [*METHODS, *SLOW]} | {
+SLOW += [
+    "fedadam",
+    "fedprox:mu=1.0",
+    "fednova:mu=0.5",
+    "median",
+    "momentum of the server",
+    "downlink",
+    "top",
+    "bounded",
+]
+SLOW += ["attacked", "personal"]
+CASES = {method: {"method": method} for method in dict.fromkeys([*METHODS, *SLOW])} | {
     "feddyn": {"method": FedDyn(0.5)},
     "momentum of the server": {"method": FedAvgM(momentum=0.9)},
     "bucketing": {"method": "median", "steps": [Bucketing(2)]},

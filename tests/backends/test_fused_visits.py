@@ -279,7 +279,7 @@ TABLE = {
         {"local_epochs": 2, "availability": Availability(stragglers=0.5)},
     ),
     "logs": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"log_every_n_steps": 3}),
-    "all logs": Row(lambda: LoggingAll(models.mlp(), models.momentum), {"local_epochs": 2}),
+    "all logs": Row(lambda: LoggingAll(models.mlp(), models.momentum)),
     "changed log": Row(
         lambda: LoggingChanged(models.mlp(), halving), {"faults": Faults(max_failed_rounds=None)}
     ),

@@ -201,7 +201,7 @@ def test_every_fit_has_a_key_of_its_own_and_leaves_nothing_in_the_module(federat
 
 @pytest.mark.parametrize(
     ("setting", "accountant"),
-    quick(product(VECTORS, ["rdp", "pld"]), [*product(VECTORS, ["rdp"]), *product(list(VECTORS)[:2], ["pld"])]),
+    quick(product(VECTORS, ["rdp", "pld"]), [*product(VECTORS, ["rdp"]), *product(list(VECTORS)[:1], ["pld"])]),
 )
 def test_the_numbers_of_the_spec(setting, accountant):
     batch, examples, steps, delta = setting
@@ -304,7 +304,7 @@ def test_a_client_whose_first_visit_would_exceed_the_budget_is_left_out(federate
     assert "the client's visit of 1 steps would raise epsilon from 0 to" in caplog.text
 
 
-@pytest.mark.parametrize(("epochs", "accountant"), quick(product([9, 3], ["rdp", "pld"]), [(9, "rdp"), (3, "pld")]))
+@pytest.mark.parametrize(("epochs", "accountant"), quick(product([9, 3], ["rdp", "pld"]), [(9, "rdp"), (3, "rdp")]))
 def test_a_plain_fit_ends_at_the_step(plain_trainer, accountant, epochs, caplog):
     caplog.set_level(logging.WARNING, "lightning_fed")
     budget = Budget(1.5, 1e-3, 30, BATCH, accountant=accountant)

@@ -75,7 +75,7 @@ def fit(federated_trainer, callback, module=None, clients=None, val=None, rounds
 
 REFERENCES = quick(
     itertools.product(OPERATORS, ["previous", "current"]),
-    [("conv", "previous"), ("multi", "current"), ("single", "previous")],
+    [("conv", "previous"), ("multi", "current")],
 )
 
 
@@ -279,7 +279,7 @@ BREAKS = [("on_train_batch_end", 3), ("on_validation_start", 0)]
     ("operator", "hook", "batch"),
     quick(
         [(operator, *place) for operator in OPERATORS for place in BREAKS],
-        [("conv", *BREAKS[0]), ("multi", *BREAKS[1])],
+        [("conv", *BREAKS[0])],
     ),
 )
 def test_a_fit_that_is_resumed_is_the_same(operator, hook, batch, federated_trainer, tmp_path):
@@ -449,6 +449,8 @@ OTHERS = {
     "batch norm personal",
     "optimizer state kept",
     "stragglers and dropouts",
+    "fedavgm",
+    "head at home",
 }
 
 
@@ -730,7 +732,7 @@ def test_deeplab_on_camvid(federated_trainer):
     assert torch.isfinite(trainer.callback_metrics["val_loss"])
 
 
-@pytest.mark.parametrize("name", quick(["resnet10t", "mobilenetv3_small_050"], ["mobilenetv3_small_050"]))
+@pytest.mark.parametrize("name", quick(["resnet10t", "mobilenetv3_small_050"], []))
 def test_classifiers_of_timm(name, federated_trainer):
     clients = {client: (images.repeat(1, 3, 4, 4), labels) for client, (images, labels) in models.images(PAIR).items()}
     task = ClassificationTask(timm.create_model(name, num_classes=3, drop_rate=0.1), num_classes=3, lr=0.05)

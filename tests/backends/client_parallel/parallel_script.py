@@ -760,7 +760,7 @@ JOBS = {
         )
     },
     "raising": broken_off("raising", lambda folder: Raise()),
-    "hanging": broken_off("hanging", lambda folder: Hang(), timeout=3),
+    "hanging": broken_off("hanging", lambda folder: Hang(), timeout=2),
     "slow": broken_off("slow", lambda folder: Slow(), timeout=60),
     "killed": broken_off("killed", Reach),
     **{f"after-{name}": after(name) for name in ("raising", "hanging", "killed")},

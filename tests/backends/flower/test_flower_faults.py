@@ -169,7 +169,7 @@ NONSENSE = {
 
 def test_answers_that_cannot_be_used(federated_trainer, tmp_path, caplog):
     """A different invalid answer per round: the client is excluded by name; the run equals one process without it."""
-    data, rounds = models.vectors(SIZES), len(NONSENSE) + 1
+    data, rounds = models.vectors({"ann": 16, LOST: 16}), len(NONSENSE) + 1
     loses = Loses(rounds=range(len(NONSENSE)))
     here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), rounds, [loses])
     caplog.clear()

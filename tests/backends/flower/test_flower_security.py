@@ -25,6 +25,7 @@ from tests import models
 from tests.backends.flower.grids import FakeGrid
 from tests.backends.flower.halves import OPTIONS, SIZES, in_process, is_lost, on_flower, warm_up
 from tests.backends.flower.test_flower_faults import make_module, table
+from tests.breadth import quick
 from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -35,8 +36,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 @pytest.mark.parametrize(
     "steps",
-    [[MaxSamples(30), MaxMedianNorm(0.9)], [UniformWeights(), MaxNorm(0.05)]],
-    ids=["median", "fixed"],
+    [
+        pytest.param([MaxSamples(30), MaxMedianNorm(0.9)], id="median"),
+        pytest.param([UniformWeights(), MaxNorm(0.05)], id="fixed", marks=pytest.mark.slow),
+    ],
 )
 def test_limits_are_those_of_one_process(steps, federated_trainer, tmp_path):
     """Includes BatchNorm statistics, and the schedule, which follows the client with the largest weight."""
@@ -53,32 +56,28 @@ def test_limits_are_those_of_one_process(steps, federated_trainer, tmp_path):
     assert not torch.equal(state_of(free)["net.0.weight"], state_of(here)["net.0.weight"])
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40),
-        lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
-            optimizer,
-            [
-                torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
-                torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
-            ],
-            [3],
-        ),
-        lambda optimizer: torch.optim.lr_scheduler.ChainedScheduler(
-            [
-                torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
-                torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
-            ]
-        ),
-    ],
-    ids=["one cycle", "sequence", "chain"],
-)
+SCHEDULES = {
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40),
+    "sequence": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+        ],
+        [3],
+    ),
+    "chain": lambda optimizer: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", quick(SCHEDULES, ["sequence"]))
 def test_schedules_that_the_server_steps_itself(schedule, federated_trainer, tmp_path):
     """From the reported number of steps, bit for bit as in one process."""
 
     def module():
-        make = lambda optimizer: {"scheduler": schedule(optimizer), "interval": "step"}  # noqa: E731
+        make = lambda optimizer: {"scheduler": SCHEDULES[schedule](optimizer), "interval": "step"}  # noqa: E731
         return models.Module(models.mlp(), models.momentum, make)
 
     data = models.vectors(SIZES)
@@ -110,7 +109,7 @@ def test_a_schedule_that_ends_does_not_end_the_run(tmp_path, caplog):
     assert trainer.current_epoch == 3
 
 
-@pytest.mark.parametrize("steps", [[], [MaxSamples(30)]], ids=["by examples", "at most 30"])
+@pytest.mark.parametrize("steps", quick([[], [MaxSamples(30)]], [[]]), ids=["by examples", "at most 30"])
 def test_one_client_does_not_set_the_learning_rate(steps, tmp_path):
     """Without limits, a claim of 10^12 examples and 10^6 steps set the learning rate to 4.9e-322 permanently."""
 

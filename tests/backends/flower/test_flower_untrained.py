@@ -52,11 +52,11 @@ def both(federated_trainer, folder, make_module, rounds, **options):
 
 @pytest.mark.parametrize("make_module", [Adapted, Following, Switched])
 def test_the_same_travels_as_in_one_process(make_module, federated_trainer, tmp_path):
-    here, there, _ = both(federated_trainer, tmp_path, make_module, rounds=6)
+    here, there, _ = both(federated_trainer, tmp_path, make_module, rounds=5)
     assert logged(there, "up") == logged(here, "up")
     assert logged(there, "down") == logged(here, "down")
     if make_module is Adapted:
-        assert logged(there, "up") == logged(there, "down") == [2 * bytes_of(Adapted(), *ADAPTERS)] * 6
+        assert logged(there, "up") == logged(there, "down") == [2 * bytes_of(Adapted(), *ADAPTERS)] * 5
 
 
 def asked_again(grid):

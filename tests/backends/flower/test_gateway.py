@@ -34,6 +34,7 @@ from lightning_fed.backends.flower.start import GATEWAY, split_address
 from lightning_fed.cli.main import main
 from lightning_fed.errors import OptionError
 from tests.backends.flower.processes import free_port
+from tests.breadth import quick
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -128,20 +129,27 @@ def keys(tmp_path_factory):
     return folder
 
 
-def test_only_the_calls_of_nodes_pass(keys, registry):
-    superlink, ca = SuperLink(), keys / "ca.crt"
-    with served(superlink, keys) as inner, served(Gateway(f"127.0.0.1:{inner}", str(ca), registry), keys) as port:
-        headers = signed()
-        assert post(port, ca, "/v1/fleet/pull-messages", headers=headers) == (201, b"answer")
-        ((method, path, passed, body),) = superlink.calls
-        assert (method, path, body) == ("POST", "/v1/fleet/pull-messages", b"body")
-        assert {name: passed[name.encode()].decode() for name in headers} == headers
-        for path in PATHS:
-            assert post(port, ca, path)[0] in (400, 403), path
-        assert post(port, ca, "/v1/fleet/pull-messages", method="GET")[0] == 403
-        assert post(port, ca, "/v1/fleet/push-object", length=2**24 + 1)[0] == 413
-        assert set(json.loads(post(port, ca, "/", method="GET")[1])) == {"flwr", "lightning-fed"}
-        assert len(superlink.calls) == 1
+@pytest.fixture(scope="module")
+def gateway(keys, registry):
+    """A fake SuperLink behind a gateway: the SuperLink and the gateway's port."""
+    superlink, ca = SuperLink(), str(keys / "ca.crt")
+    with served(superlink, keys) as inner, served(Gateway(f"127.0.0.1:{inner}", ca, registry), keys) as port:
+        yield superlink, port
+
+
+def test_only_the_calls_of_nodes_pass(keys, gateway, registry):
+    (superlink, port), ca, headers = gateway, keys / "ca.crt", signed()
+    superlink.calls.clear()
+    assert post(port, ca, "/v1/fleet/pull-messages", headers=headers) == (201, b"answer")
+    ((method, path, passed, body),) = superlink.calls
+    assert (method, path, body) == ("POST", "/v1/fleet/pull-messages", b"body")
+    assert {name: passed[name.encode()].decode() for name in headers} == headers
+    for path in PATHS:
+        assert post(port, ca, path)[0] in (400, 403), path
+    assert post(port, ca, "/v1/fleet/pull-messages", method="GET")[0] == 403
+    assert post(port, ca, "/v1/fleet/push-object", length=2**24 + 1)[0] == 413
+    assert set(json.loads(post(port, ca, "/", method="GET")[1])) == {"flwr", "lightning-fed"}
+    assert len(superlink.calls) == 1
     closed = free_port()
     with served(Gateway(f"127.0.0.1:{closed}", str(ca), registry), keys) as port:
         assert post(port, ca, "/v1/fleet/pull-messages")[0] == 502
@@ -161,11 +169,11 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("who", STRANGERS)
-def test_no_call_of_a_stranger_passes(who, keys, registry):
-    superlink, ca = SuperLink(), keys / "ca.crt"
-    with served(superlink, keys) as inner, served(Gateway(f"127.0.0.1:{inner}", str(ca), registry), keys) as port:
-        assert post(port, ca, "/v1/fleet/pull-messages", headers=STRANGERS[who]())[0] == 401
-        assert superlink.calls == []
+def test_no_call_of_a_stranger_passes(who, keys, gateway):
+    superlink, port = gateway
+    superlink.calls.clear()
+    assert post(port, keys / "ca.crt", "/v1/fleet/pull-messages", headers=STRANGERS[who]())[0] == 401
+    assert superlink.calls == []
 
 
 def test_a_database_that_cannot_be_read_ends_no_node(keys, database, monkeypatch):
@@ -227,7 +235,7 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("kind", SLOW)
+@pytest.mark.parametrize("kind", quick(SLOW, ["half a greeting", "no body"]))
 def test_slow_strangers_take_no_place_from_nodes(kind, keys, registry, monkeypatch):
     """With more connections than one address may have, a node's call from the same address passes at once."""
     monkeypatch.setattr("lightning_fed.backends.flower.gateway._STRANGERS_PER_NETWORK", 8)

@@ -136,7 +136,7 @@ def kill_everywhere(plan, step=1):
 
 
 def test_some_points():
-    reached, found = kill_everywhere(PLANS["buffer"], 31)
+    reached, found = kill_everywhere(PLANS["buffer"], 47)
     assert {name.partition(",")[0] for name in reached} == {"server", *SITES}
     assert found == {}
 

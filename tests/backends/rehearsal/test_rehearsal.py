@@ -1,6 +1,7 @@
 """A deployment in virtual time: exact times and bytes, equal logs for equal seeds, and invariants that find bugs."""
 
 import copy
+import functools
 import json
 import math
 
@@ -22,34 +23,38 @@ from lightning_fed.client.client_store import FolderStore
 from lightning_fed.errors import ClientFault
 from tests import models
 from tests.backends.rehearsal.plans import build_plans, build_sites
+from tests.breadth import quick
 from tests.recorders import assert_same
 
 PLANS = build_plans()
+SEEDS = [
+    *((name, 1) for name in PLANS),
+    ("rough", 78),  # a client without new state pruned the version in use
+    ("restarts", 47),  # a late order of a killed server replaced the newer state
+    ("restarts", 681),  # polling misses a connection of a quarter of a second
+    ("subset", 739),  # the server's process deleted the bytes lost by a site
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"),
-    [
-        *((name, 1) for name in PLANS),
-        ("rough", 78),  # a client without new state pruned the version in use
-        ("restarts", 47),  # a late order of a killed server replaced the newer state
-        ("restarts", 681),  # polling misses a connection of a quarter of a second
-        ("subset", 739),  # the server's process deleted the bytes lost by a site
-    ],
-)
+@functools.cache
+def rehearse_once(name, seed):
+    return rehearse(PLANS[name], seed)
+
+
+@pytest.mark.parametrize(("name", "seed"), quick(SEEDS, [case for case in SEEDS if case != ("restarts", 1)]))
 def test_all_invariants_hold(name, seed):
-    outcome = rehearse(PLANS[name], seed)
+    outcome = rehearse_once(name, seed)
     assert not outcome.violations
     assert outcome.failure is None
     assert outcome.rounds == PLANS[name].rounds
 
 
 def test_equal_seeds_have_equal_logs():
-    first, second = rehearse(PLANS["policy"], 5), rehearse(PLANS["policy"], 5)
+    first, second = rehearse(PLANS["rough"], 1), rehearse_once("rough", 1)
     assert first.log == second.log
     assert write_log(first) == write_log(second)
-    assert first.log != rehearse(PLANS["policy"], 6).log
-    assert torch.equal(first.visits[7].model["weight"], second.visits[7].model["weight"])
+    assert first.log != rehearse_once("rough", 78).log
+    assert torch.equal(first.visits[3].model["weight"], second.visits[3].model["weight"])
 
 
 def test_times_and_bytes_are_exact():
@@ -120,7 +125,7 @@ BUGS = {
 def test_bugs_break_invariants(name, monkeypatch):
     plan, owner, method, bug = BUGS[name]
     monkeypatch.setattr(owner, method, bug)
-    violations = (text for seed in range(6) for text in rehearse(PLANS[plan], seed).violations)
+    violations = (text for seed in (3, *range(6)) for text in rehearse(PLANS[plan], seed).violations)
     assert next(violations, "").startswith("seed ")
 
 

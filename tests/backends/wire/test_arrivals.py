@@ -53,7 +53,7 @@ def last_model(outcome):
     [
         (FedBuff(2), {"optimizer_state": "keep"}),
         (FedBuff(2), {"personal": ["net.3.*"], "steps": [Quantized(8)]}),
-        (FedAsync(), {"clients_per_round": 2}),
+        pytest.param(FedAsync(), {"clients_per_round": 2}, marks=pytest.mark.slow),
     ],
     ids=["buffer", "personal", "each arrival"],
 )
