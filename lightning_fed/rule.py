@@ -73,7 +73,7 @@ class RuleCapabilities:
         return {}
 
     def draw_cohort(self, round: int, schedule: Any, population: Any) -> Any:
-        """Draws a round's :class:`~lightning_fed.server.schedule.Cohort`, with the visits in arrival order.
+        """Draws a round's clients (:class:`~lightning_fed.server.schedule.Cohort`), in the updates' arrival order.
 
         ``schedule`` is the federation's :class:`~lightning_fed.server.schedule.Schedule`, and ``population`` a
         :class:`~lightning_fed.data.Population`. Later rounds are also drawn, to estimate the number of steps in a fit.

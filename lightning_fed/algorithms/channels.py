@@ -240,7 +240,7 @@ class ChannelRule(AveragingAggregator):
             self.parts.setdefault(key, Part()).merge(part)
 
     def join(self) -> Part:
-        """Merges the sums of the round. Raises ``BadUpdates`` if a client's number is above or below the limits."""
+        """Merges the round's sums, kept by magnitude of client numbers. Implausible numbers raise ``BadUpdates``."""
         self._exclude()
         if len(self.parts) == 1:
             (joined,) = self.parts.values()

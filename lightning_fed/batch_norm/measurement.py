@@ -112,8 +112,8 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
     Each client passes the local data once through the model in evaluation mode, but BatchNorm normalises with batch
     statistics, as in training. The server counts the bytes of the broadcast and of the report. With
     ``batch_norm="auto"`` the first reports determine pooled or own statistics (:func:`decide_statistics`). A report
-    also sets the client's own statistics. If clients form clusters, each client measures with the cluster's model. With
-    averages of weights, the clients also measure with the averaged model.
+    also sets the client's own statistics. If clients form clusters, each client measures with the cluster's model. If a
+    callback averages weights over steps, the clients also measure with the averaged model.
 
     Layers in evaluation mode (as in a frozen backbone) do not change. If no client reports, the averaged statistics
     remain. A robust rule also excludes outlying reports

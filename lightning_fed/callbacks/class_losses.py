@@ -53,7 +53,8 @@ class _Scores:
 class _Labels:
     """Marks a traced tensor as computed from the labels: class indices, one-hot vectors, or an equality test.
 
-    ``fills`` are pairs (replaced label, new label). The replaced label is ``None`` if several labels are replaced.
+    ``fills`` contains pairs (old label, new label), as in ``masked_fill``. For several old labels the old label is
+    ``None``.
     """
 
     leaves: frozenset[int]
@@ -160,7 +161,7 @@ class ClassLosses:
             self._put(output, origin)
 
     def find_losses(self, loss: Any) -> list[ClassLoss]:
-        """Returns the class losses used in ``loss``, except class losses that are also the input for a layer."""
+        """Returns the class losses (:class:`ClassLoss`) used in ``loss``, except losses that also feed a layer."""
         places = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
         return [self._losses[place] for place in sorted(places)]
 

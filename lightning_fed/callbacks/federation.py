@@ -195,7 +195,7 @@ class Federation(TrainerCallback):
 
     @property
     def steps(self) -> Sequence[UpdateStep]:
-        """Update steps in order of execution on the client: the method's steps, then the argument ``steps``."""
+        """Update steps (such as clipping) in order of execution on the client: first the method's, then ``steps``."""
         return tuple(self.server.chain.steps)
 
     @property

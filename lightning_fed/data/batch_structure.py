@@ -40,7 +40,7 @@ def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def batch_structure(batch: Any, tensors: list[Tensor]) -> Any:
-    """Describes a batch; equal descriptions allow stacking. Appends the batch's tensors to ``tensors``."""
+    """Describes a batch's containers, shapes and dtypes, to compare batches. Appends the tensors to ``tensors``."""
     if isinstance(batch, Tensor):
         tensors.append(batch)
         return batch.shape, batch.dtype, batch.device

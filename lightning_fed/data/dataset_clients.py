@@ -106,7 +106,6 @@ class DatasetClients(Population):
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Yields the batches of all visits. If ``isolated``, loads data in this process and ignores ``drop_last``."""
         loader = self._loader
         # Without workers and pinned memory a loader is equivalent to this `map`.
         is_plain = isolated or (loader.num_workers == 0 and not loader.pin_memory)

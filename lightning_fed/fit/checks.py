@@ -145,7 +145,7 @@ def _check_shares(trainer: L.Trainer, *names: str) -> None:
 def validate_after_rounds(
     trainer: L.Trainer, visits: Sequence[PlannedVisit], known: dict[float, int], revert: Callable[..., object]
 ) -> None:
-    """Replaces ``val_check_interval`` by a number of rounds. ``known`` stores the result for each interval."""
+    """Converts ``val_check_interval`` from batches to rounds. ``known`` caches the number of rounds by interval."""
     interval, every = getattr(trainer, "val_check_interval", None), trainer.check_val_every_n_epoch
     if interval is None:
         raise MisconfigurationException(

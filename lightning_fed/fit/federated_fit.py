@@ -57,12 +57,12 @@ class RemoteSide(ABC):
         return server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """On the server, draws the round's clients with ``drawn``. On a client's machine, returns this client."""
+        """Returns the round's clients: on the server ``drawn()``, on a client's machine only this client."""
         return drawn()
 
     @abstractmethod
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """Returns the visits in ``cohort`` whose clients' data are in this process."""
+        """Restricts a round's clients (``cohort``) to the clients with data in this process."""
 
     @abstractmethod
     def start(self, fit: FederatedFit) -> None:

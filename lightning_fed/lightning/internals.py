@@ -222,7 +222,7 @@ def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
 def ends_after_batch(trainer: L.Trainer) -> bool:
     """True if Lightning leaves the epoch loop after this batch, even before the last batch of the epoch.
 
-    Reasons are ``max_steps``, or a stop request that the fit loop accepts.
+    Reasons are ``max_steps``, or a stop request after ``min_epochs`` and ``min_steps``.
     """
     if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
         return True

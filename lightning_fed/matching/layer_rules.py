@@ -204,7 +204,7 @@ def _product(
     second: TracedActivation | ParameterView,
     shape: Sequence[int],
 ) -> TracedActivation:
-    """Traces a matrix product. Tracing fails if rows and columns of the result belong to different neurons."""
+    """Traces a matrix product. Tracing fails if both rows and columns of the result correspond to neurons."""
     if isinstance(second, ParameterView) and len(second.shape) == 2 and isinstance(first, TracedActivation):
         tracer.read(second, 0, tracer.along(first, -1))
         return _along(tracer.axis(second, 1, "out"), -1, shape)

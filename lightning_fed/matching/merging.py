@@ -38,8 +38,8 @@ class MergedGroup(NamedTuple):
         before: Number of neurons in each network.
         width: Number of neurons in the merged network.
         matched: Fraction of neurons matched with another network.
-        agreement: Share of squared neuron norms preserved by averaging.
-        seconds: Time for matching this group, without alignment sweeps.
+        agreement: Squared neuron norms after averaging, as a share of the norms before: 1 for equal neurons.
+        seconds: Time for matching this group, without aligning all groups (:func:`align_networks`).
     """
 
     name: str

@@ -101,7 +101,6 @@ class TracedActivation:
         return {dim for dim, length in enumerate(self.ids.shape) if length > 1}
 
     def expanded(self) -> Tensor:
-        """Returns the ids in the activation's shape, without a copy."""
         return self.ids.expand(self.shape)
 
 

@@ -75,10 +75,10 @@ def match_neurons(
 ) -> NeuronMatch:
     r"""Matches the neurons of one layer across clients (BBP-MAP).
 
-    With precisions :math:`p_j = 1 / \sigma_j^2` and :math:`p_0 = 1 / \sigma_0^2`, each global neuron has :math:`n_i`
-    owners, the weighted sum :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and the precision :math:`P_i = p_0 + \sum p_j` over
-    its client neurons. The current client is removed from these sums. With :math:`u = p_j w`, the score of a client
-    neuron :math:`w` is
+    With :math:`J` clients and precisions :math:`p_j = 1 / \sigma_j^2` and :math:`p_0 = 1 / \sigma_0^2`, each global
+    neuron has :math:`n_i` owners, the weighted sum :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and the precision
+    :math:`P_i = p_0 + \sum p_j` over its client neurons. The current client is removed from these sums. With
+    :math:`u = p_j w`, the score of a client neuron :math:`w` is
 
     .. math::
         \sum_d \Big( \frac{(A_{id} + u_d)^2}{P_{id} + p_{jd}} - \frac{A_{id}^2}{P_{id}}

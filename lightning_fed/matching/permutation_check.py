@@ -43,13 +43,13 @@ class PermutationCheck:
         self._scale = max((float(output.abs().max()) for output in self._outputs if output.numel()), default=0.0)
 
     def find_not_invariant(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """Finds groups whose permutation changes the outputs. Returns all groups if no output is finite."""
+        """Finds permutation groups whose permutation changes the outputs; all groups if no output is finite."""
         if not 0 < self._scale < float("inf"):
             return list(groups)
         return _find_failing(list(groups), self._is_variant)
 
     def find_fixed_width(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """Finds resizable groups in which additional neurons cause an error or change the network's outputs."""
+        """Finds growable permutation groups in which additional neurons fail or change the network's outputs."""
         growable = [group for group in groups if group.is_growable]
         return _find_failing(growable, lambda growing: self._has_fixed_width(groups, growing))
 

@@ -67,8 +67,8 @@ class PermutationGroups:
         in operations without a rule are not permuted, so groups may be missing but are never wrong.
 
         The groups are then checked with random values in the module. A permutation of all groups may change the outputs
-        by a relative error of at most 1e-9, in float64. Failing groups are removed with a warning. A growable group
-        becomes fixed if additional neurons break the module or change the outputs.
+        by a relative error of at most 1e-9, in float64. Failing groups are removed with a warning. If
+        additional neurons cause an error or change the outputs, the group's number of neurons becomes fixed.
 
         Args:
             module: Any module; restored afterwards. The operations of ``forward`` must not vary between calls. Unused
@@ -124,7 +124,7 @@ class PermutationGroups:
 
     @property
     def names(self) -> list[str]:
-        """Group names. A group is named after the layer whose outputs are the neurons; equal names have a number."""
+        """Group names, after the layer whose outputs are the neurons. Repeated names end in a number."""
         return [group.name for group in self.groups]
 
     @property

@@ -88,10 +88,10 @@ def check_stages(choice: StageChoice) -> StageChoice:
 
 
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
-    """Finds the state dict entries of output layers among ``names``, the entries in the last stage.
+    """Finds the entries of output layers among ``names``, the state dict entries in the last stage (set of layers).
 
     Output layers come after all layers with permutable neurons, and have as many rows as the last layer. Running
-    statistics and integer entries are not returned. ``form`` contains all exchanged entries.
+    statistics and integer entries are not returned. ``form`` maps all exchanged entries to tensors of equal shape.
     """
     order = {name: index for index, name in enumerate(groups.order)}
     makers = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}

@@ -156,7 +156,7 @@ def parameter_entries(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def layer_entries(module: nn.Module, layer: nn.Module) -> list[str]:
-    """Names of the module's entries in ``layer``, a layer inside the module."""
+    """Names in the module's state dict for the parameters and buffers in ``layer``, a submodule."""
     names = _entry_names(module)
     return list(dict.fromkeys(names[slot.tensor] for slot in tensor_slots(layer) if slot.tensor in names))
 
@@ -492,7 +492,7 @@ def thaw_batch_norm(module: nn.Module) -> None:
 
 
 def find_measurement(module: nn.Module) -> ModuleType | None:
-    """Returns the imported ``batch_norm.measurement`` if a BatchNorm layer has running statistics, or ``None``."""
+    """Returns ``lightning_fed.batch_norm.measurement``, or ``None`` if no BatchNorm layer has running statistics."""
     return load_feature("lightning_fed.batch_norm.measurement") if batch_norm_layers(module) else None
 
 

@@ -302,7 +302,7 @@ class CentralDP(UpdateStep):
         self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
 
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
-        """Returns float64 noise, a function of secret key, round and entry name (``""`` for the clipped count)."""
+        """Float64 noise from secret key, round and ``name``: an entry, or ``""`` for the number of clipped updates."""
         assert self.key is not None
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
         stream = NormalStream([self.key, self.info.round, entry], shape.numel(), torch.float64)
@@ -335,7 +335,7 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped update to the sum. A mean over n clients counts n times. Clips again: rounding errors."""
+        """Adds a clipped update to the sum; a mean over n clients counts n times. Clips again after rounding."""
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(
@@ -502,7 +502,7 @@ def clip_factor(length: float, clip: float) -> float:
 
 
 def rounding_of(state: State, length: float) -> float:
-    """Upper bound for the change in the norm ``length`` of an update by rounding the updated model to its dtypes."""
+    """Upper bound for the norm of all rounding errors in ``state`` plus an update with norm ``length``."""
     return sum(
         float(torch.finfo(value.dtype).eps * (to_float64(value).square().sum().sqrt() + length))
         for value in state.values()

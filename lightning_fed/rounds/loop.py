@@ -132,7 +132,7 @@ class RoundLoop:
         self.failed_rounds = FailedRounds(*state["failed_rounds"])
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
-        """Continues the last fit of the Trainer, given the last loop's :meth:`state_dict`."""
+        """Continues the Trainer's previous fit from the :meth:`state_dict` of that fit's loop."""
         self.load_state_dict(state)
         self.fit.number += 1
         # An interrupted validation leaves fewer batches.
@@ -192,10 +192,10 @@ class RoundLoop:
         self.is_attached = True
 
     def prepare(self) -> None:
-        """Determines :attr:`FederatedFit.is_plain`. With several clients, refuses Trainer settings invalid in rounds.
+        """Decides between a federated fit and a plain fit, equal to training without a federation (a single client).
 
-        Refuses to resume a plain fit as a federated fit or vice versa, because only checkpoints of a plain fit contain
-        optimizer states in Lightning's form.
+        A federated fit refuses Trainer settings invalid in rounds. A plain fit cannot resume as a federated fit or vice
+        versa, because only checkpoints of a plain fit contain optimizer states in Lightning's form.
         """
         fit, options, chain = self.fit, self.fit.options, self.fit.server.chain
         has_one = is_one_client(self._partition)
@@ -482,7 +482,7 @@ class RoundLoop:
             self.cut_short()
 
     def correct_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Corrects Lightning's progress in a checkpoint, unless the fit equals a fit without a federation.
+        """Corrects Lightning's progress in a checkpoint, except in a fit equal to training without a federation.
 
         On resuming, an incomplete round restarts from the first batch. A round saved before the validation continues
         with the validation.

@@ -30,7 +30,7 @@ _FIT_NUMBER = f"{OPTIMIZER}fit"  # index of the last fit, next to the optimizer 
 
 
 class Ask(NamedTuple):
-    """Event in a visit: the client requests the global model. The reply is the server's broadcast."""
+    """Yielded in a client's turn to request the global model. The reply is the server's broadcast."""
 
     request: Request
 
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Event in a visit: the client sends an update. The reply is ``True`` if the server accepts the update."""
+    """Yielded in a client's turn to send an update. The reply is ``True`` if the server accepts the update."""
 
     update: ClientUpdate
 

@@ -182,7 +182,7 @@ class Schedule:
         drawn: int | None = None,
         always: Sequence[Client] = (),
     ) -> Cohort:
-        """Draws a round's cohort.
+        """Draws a round's clients, with stragglers and dropouts.
 
         Args:
             round: Index of the round, from 0.
@@ -246,7 +246,7 @@ class Schedule:
         return share > 0 and bool(self._generator(_DROPOUT, round, client_key(client)).random() < share)
 
     def visit_of(self, round: int, client: Client, is_straggler: bool = False) -> Visit:
-        """Returns a client's visit in a round. A straggler's visit has the complete visit's seed and less work."""
+        """Plans a client's turn in a round (a visit). A straggler gets less work, with the seed of a complete visit."""
         key = client_key(client)
         seed = derive_seed(self.seed, round, _VISIT, key)
         epochs, steps, portion = self.local_epochs, self.local_steps, None

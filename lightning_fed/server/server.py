@@ -188,7 +188,7 @@ class ServerInterface(ABC):
 
     @abstractmethod
     def accept(self, update: ClientUpdate) -> bool:
-        """Checks a counted update (:meth:`count`), and adds the update to the aggregate. ``False``: client excluded."""
+        """Checks an update after :meth:`count`. ``True``: the update is aggregated; ``False``: client excluded."""
 
     @abstractmethod
     def finish_round(self) -> State | None:

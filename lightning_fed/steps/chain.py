@@ -1,4 +1,4 @@
-"""Chain of update steps around an aggregation rule."""
+"""Chain of update steps (such as clipping or masking of client updates) around an aggregation rule."""
 
 from __future__ import annotations
 

@@ -81,14 +81,14 @@ class UpdateStep(StepCapabilities):
     """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Raises ``ValueError`` if this step does not support the rule or another step. ``steps``: innermost first."""
+        """Raises ``ValueError`` if this step does not support ``rule`` or another step in ``steps``."""
 
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round, on the server and on each client."""
         self.info, self.state = info, state
 
     def on_send(self, client: Client, broadcast: Broadcast) -> None:
-        """Server side, after all callbacks, innermost step first: adds extra tensors to a client's broadcast.
+        """Server side, after all callbacks, in the client's order of steps: adds extra tensors to a broadcast.
 
         The step may add names of entries to ``broadcast.unsent``, if the client already has the same values.
         """
@@ -115,7 +115,7 @@ class UpdateStep(StepCapabilities):
         return update
 
     def on_aggregate(self, new: State, start: State) -> State:
-        """Server side, after the rule, innermost step first: returns a changed model.
+        """Server side, after the rule, in the client's order of steps: returns a changed model.
 
         ``start`` is the global model before the round. The method may change ``new``, the rule's result, in place.
         """

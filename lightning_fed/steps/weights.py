@@ -10,7 +10,7 @@ from lightning_fed.steps.update_step import UpdateStep
 
 
 class WeightStep(UpdateStep, ABC):
-    """Base class for steps that change a client's number of examples (the client's weight in an average)."""
+    """Base class for update steps that change a client's number of examples (the client's weight in an average)."""
 
     @abstractmethod
     def weight(self, num_samples: int) -> int:
@@ -22,7 +22,7 @@ class WeightStep(UpdateStep, ABC):
 
 
 class UniformWeights(WeightStep):
-    """Update step with equal weight for all clients."""
+    """Gives all clients equal weight in the average, independent of dataset sizes."""
 
     def weight(self, num_samples: int) -> int:
         return 1

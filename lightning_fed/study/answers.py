@@ -37,6 +37,8 @@ Answer: TypeAlias = dict[str, dict[str, list[float]]]
 def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support: int = 10) -> tuple[Kind, Answer]:
     """Returns the kind of score, and sums over a site's cases (examples) for each pair of models and each seed.
 
+    The sums are from :func:`paired_sums`, or for areas from :func:`area_sums`; ``"all"`` is for the means over seeds.
+
     Args:
         runs: Scores by model and seed, in the form of :attr:`SiteScores.scores`. All runs must have equal cases.
         min_support: Smallest number of cases (or patients) for an answer. For an area under the ROC curve, each class

@@ -38,7 +38,7 @@ class Estimate:
     degrees: Floats
 
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Lower and upper end of the confidence interval."""
+        """Lower and upper bounds for the differences at a confidence level."""
         half = self._quantile((1 + level) / 2) * np.sqrt(self.variance)
         return self.value - half, self.value + half
 
@@ -132,9 +132,10 @@ def placements(positives: ArrayLike, negatives: ArrayLike) -> tuple[Floats, Floa
 
 
 def area_sums(first: tuple[ArrayLike, ArrayLike], second: tuple[ArrayLike, ArrayLike]) -> Floats:
-    """DeLong's sums for two models' :func:`placements`: positives, negatives, two areas, two times three covariances.
+    """DeLong's sums for two models' :func:`placements`: positives, negatives, two areas, six covariances.
 
-    A covariance over fewer than two cases is NaN.
+    The covariances (first model, both, second model) are over the positives, then over the negatives. A covariance
+    over fewer than two cases is NaN.
 
     Example:
         >>> area_sums(placements([0.9, 0.4], [0.5, 0.4]), placements([0.9, 0.6], [0.5, 0.4])).tolist()

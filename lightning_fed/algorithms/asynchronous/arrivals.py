@@ -206,8 +206,7 @@ class NetworkOrder(Order):
         self._is_running = False
 
     def arrivals(self, round: int, schedule: Schedule, population: Population) -> Sequence[Arrival]:
-        """Returns no clients, because a client is only known after the client's update has arrived."""
-        return ()
+        return ()  # a client is only known after the client's update has arrived
 
     def versions(self, round: int) -> Collection[int]:
         return self.flying.values()
@@ -215,7 +214,7 @@ class NetworkOrder(Order):
     def start(
         self, schedule: Schedule, clients: Sequence[Client], busy: Collection[Client], version: int
     ) -> list[Client]:
-        """Draws clients outside ``busy`` to train ``version``, until a full cohort trains. Returns the new clients."""
+        """Draws clients not in ``busy`` to train model ``version``, until ``clients_per_round`` clients train."""
         free = schedule.cohort_size(len(clients)) - len(self.flying)
         drawn = _draw(clients, {*busy, *self.flying}, free, schedule.seed, self._started)
         self.flying |= dict.fromkeys(drawn, version)

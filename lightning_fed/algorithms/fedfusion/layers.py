@@ -118,7 +118,7 @@ class FusionLayer(nn.Module):
         return {name: operator.summary() for name, operator in operators if isinstance(operator, FusionOperator)}
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Enables fusion with a frozen copy of ``source``, a module or state dict; by default of this network."""
+        """Enables fusion with a frozen copy of ``source``, a network or state dict; ``None``: the trained network."""
         if self.operator != "none":
             self.frozen.refer(self.network if source is None else source)
             self._is_referring, self._reference = True, None

@@ -259,7 +259,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         self._unfreeze()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Measures BatchNorm statistics of newly matched layers on the clients, except after the last layers."""
+        """Measures BatchNorm statistics of newly matched layers on the clients, except after the pass's last layers."""
         federation = find_federation(trainer)
         rule = _rule(federation)
         if rule.unfinished is None or federation.options.batch_norm not in ("auto", "recalibrate"):

@@ -45,7 +45,7 @@ class MatchingPass:
 
     @property
     def step(self) -> Tensor:
-        """Tensor with two integers: the first round of the matching pass, and the number of matched stages."""
+        """Tensor with two integers: first round of the pass, and number of matched stages (sets of layers)."""
         return torch.tensor([self.origin, self.stage])
 
     @property
@@ -89,5 +89,5 @@ def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def read_assignment(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Selects the index of each neuron among the global neurons from a message's or a client's named tensors."""
+    """Returns each neuron's global index by group, from the named tensors in a message or on a client."""
     return without_prefix(values, ASSIGNMENT)

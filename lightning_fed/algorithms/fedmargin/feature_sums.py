@@ -115,7 +115,7 @@ def measure_feature_sums(
 
 
 class _FeaturesReached(BaseException):
-    """Ends ``training_step`` after the feature layer. ``except Exception`` in a step does not catch a BaseException."""
+    """Raised to end ``training_step`` after the feature layer. ``except Exception`` in a step does not catch this."""
 
 
 class TrainingFeatureSums:

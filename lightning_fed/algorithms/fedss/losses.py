@@ -1,12 +1,12 @@
 """FedSS's losses for clients whose last layer has rows for only some classes.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, equations 1
-to 8. A client uses its classes P (positives) and m other classes N (negatives), drawn uniformly without replacement.
-Only the negatives' logits are corrected. The sum over P and N is then an unbiased estimate of the full softmax's sum,
-because a negative is drawn with probability m q, and a positive with probability 1. Correction: Bengio and Senecal,
-"Adaptive Importance Sampling to Accelerate Training of a Neural Probabilistic Language Model", IEEE Transactions on
-Neural Networks 2008; only for negatives: Blanc and Rendle, "Adaptive Sampled Softmax with Kernel Based Sampling", ICML
-2018.
+to 8. A client uses its classes P (positives) and m of all other classes, the negatives N, drawn uniformly without
+replacement. Only the negatives' logits are corrected. The sum over P and N is then an unbiased estimate of the full
+softmax's sum, because each of the n - |P| other classes is drawn with probability m / (n - |P|), and a positive with
+probability 1. Correction: Bengio and Senecal, "Adaptive Importance Sampling to Accelerate Training of a Neural
+Probabilistic Language Model", IEEE Transactions on Neural Networks 2008; only for negatives: Blanc and Rendle,
+"Adaptive Sampled Softmax with Kernel Based Sampling", ICML 2018.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def sampled_logits(
 ) -> Tensor:
     r"""Corrects a client's logits, shape ``(N, S)``, so that their cross-entropy is the FedSS loss.
 
-    Logits of negatives become :math:`o'_j = o_j - \ln(m q)`. Logits of excluded classes become :math:`-\infty`: for
-    "posonly" the negatives, for "negonly" all positives except the target. Examples without a target exclude no
-    classes.
+    Logits of negatives become :math:`o'_j = o_j - \ln(m q)`, see :func:`log_correction`. Logits of excluded classes
+    become :math:`-\infty`: for "posonly" the negatives, for "negonly" all positives except the target. Examples without
+    a target exclude no classes.
 
     Args:
         logits: Logits :math:`o` for the client's S classes (positives and negatives), shape ``(N, S)``.

@@ -63,7 +63,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Sites:
-    """Speed, network and faults by machine, and time limits. ``patience``: the server's wait for clients in seconds."""
+    """Simulated speed, network and faults by machine. The server waits ``patience`` seconds for sites to connect."""
 
     server: Profile
     sites: Mapping[Client, Profile]

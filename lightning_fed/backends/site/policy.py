@@ -105,7 +105,7 @@ class RequiredStep:
     at_most: Mapping[str, float] = field(default_factory=dict)
 
     def find_fault(self, half: Half) -> str | None:
-        """Returns the reason why a client program (``half``) does not execute the required step, or ``None``."""
+        """Describes why a client program (``half``) lacks the step or has other values; ``None`` without a fault."""
         reason: str | None = f"the federation has no {self.name}"
         for index, step in enumerate(half.steps):
             if type(step).__name__ == self.name:
@@ -183,7 +183,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Checks a server's message by the site policy. Returns the matching policy values, or raises ``Refusal``."""
+        """Checks a server's message. Returns each rule's value that allows the message, or raises ``Refusal``."""
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed

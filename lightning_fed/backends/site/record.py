@@ -94,7 +94,7 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
 
 
 def read_record(path: Path) -> Iterator[Line]:
-    """Reads and verifies a complete record file under a shared lock. Raises ``RecordError`` for a changed line."""
+    """Reads and verifies a complete record file (a site's message log). A changed line raises ``RecordError``."""
     with path.open("rb") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -102,7 +102,7 @@ def read_record(path: Path) -> Iterator[Line]:
 
 
 def write_line(head: str, content: Mapping[str, Any]) -> bytes:
-    """Encodes ``content`` as a line for a record file. ``head`` is the previous line's digest."""
+    """Encodes ``content`` as a line for a site's message log. ``head`` is the previous line's digest."""
     text = json.dumps(dict(content), sort_keys=True).encode()
     return f"{_digest(head, text)} ".encode() + text + b"\n"
 
@@ -123,10 +123,10 @@ ROTATION = "rotation"
 
 
 class Record:
-    """An append-only record file, shared by one or more processes.
+    """An append-only record file (a site's message log), shared by one or more processes.
 
     ``recent`` contains the lines from the 24 hours before ``last``, the last line. A missing record file is created,
-    unless the file with the head exists.
+    unless the head file exists (last line's number and digest).
     """
 
     def __init__(self, path: Path, head: Path) -> None:
@@ -139,7 +139,7 @@ class Record:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Context with the record file open and locked. Verifies new lines, and refuses a record with changed lines."""
+        """Context with the site's record file open and locked. Verifies new lines, and refuses a changed record."""
         is_new, head = not self._path.exists(), self._read_head()
         if is_new and head[0]:
             raise RecordError(f"the record is missing, but has {head[0]} lines according to {str(self._head)!r}")

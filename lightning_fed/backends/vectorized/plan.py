@@ -139,7 +139,7 @@ def _describe(size: int, gain: float) -> str:
 
 
 def choose_clients(module: nn.Module, cohort: int, device: str) -> tuple[int, float]:
-    """Returns the number of simultaneous clients (1 for one by one), and the measured speed-up.
+    """Returns the number of clients to train simultaneously, at most ``cohort``, and the measured speed-up.
 
     Example:
         >>> choose_clients(nn.Linear(784, 10), 30, "cpu"), choose_clients(nn.Linear(784, 10), 2, "cpu")

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class StackedVisits(VisitDriver):
-    """Runs the visits in a group batch by batch with ``torch.func.vmap``. A group with one visit trains as usual."""
+    """Trains a group of clients simultaneously, batch by batch, with ``torch.func.vmap``; a single client as usual."""
 
     _loader: GroupLoader
     may_end_early = False  # simultaneous visits end without an update

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class AnswerFile:
-    """File with a client's last update, sent again without training if the server repeats the request (``data``)."""
+    """File with a client's last update, sent again without training if the server repeats the request to train."""
 
     def __init__(self, folder: Path, train_request: TrainRequest, data: bytes) -> None:
         self._path = folder / "answers" / file_name(train_request.visit.client)

@@ -37,7 +37,7 @@ class HalfData(EvaluationData):
 
 
 def read_data(federation: Federation, data: Any) -> tuple[Population, HalfData]:
-    """Returns clients with training data, and the validation data. ``partition`` splits a datamodule into clients."""
+    """Returns the clients and the validation data in ``data``. The federation's ``partition`` splits a datamodule."""
     partition = federation.partition
     if isinstance(data, Mapping):
         data = FederatedDataModule(data)

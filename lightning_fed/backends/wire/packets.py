@@ -375,7 +375,7 @@ def write_fault(fault: Fault) -> Packet:
 
 
 def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, Answer] | Fault:
-    """Reads a client's answer: a request, update or fault. Raises ``PacketError`` for an answer from another client."""
+    """Reads a client's answer (:class:`Request`, update or fault). Another client's answer raises ``PacketError``."""
     header, tensors = read_packet(packet, "request", "update", "fault", client=client)
     try:
         if header["kind"] == "fault":

@@ -38,7 +38,7 @@ def ask_sum(
     visits: Sequence[Visit],
     ask: Callable[[Sequence[Visit], list[Client]], Replies],
 ) -> Replies:
-    """Sums the clients' answers to a question securely. Yields pairs: a missing client and reason, or finally the sum.
+    """Sums the clients' answers to a question securely. Yields missing clients with reasons, and finally the sum.
 
     ``ask`` sends the question to the clients of the secure sum, and yields masked answers. The sum is a
     ``ClientUpdate``; ``members`` contains the summed clients. ``server.report`` must be separate from the round's

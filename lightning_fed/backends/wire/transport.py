@@ -234,7 +234,7 @@ class Transport(ABC):
 
 @dataclass
 class Message:
-    """Message without an answer. Times: when sent, when last checked, and since when the connection is lost."""
+    """Message to a client, still without an answer, with the times of sending, last check and lost connection."""
 
     client: Client
     kind: str

@@ -61,11 +61,12 @@ def find_outliers(
 
     At least three clients are compared. Each of these conditions is a reason:
 
-    - A value differs from the median by more than 100 times the spread. The spread is the median distance to the
-      median, but at least the median and 1.
+    - A value differs from the median by more than 100 times the spread. The spread is the largest of three
+      numbers: the median distance to the median, the absolute median, and 1.
     - Only this client's loss is negative, and far below the median.
     - A count in a metric state, divided by the number of examples, is above 10 and above 10 times the median.
-    - The number of examples is too large compared with other clients, or with the client's training examples.
+    - The number of examples is above 1,000 times the median, or above 10 times both the median and the client's number
+      in training.
     """
     outliers: dict[Client, str] = {}
     _compare_examples(outliers, {client: report.num_samples for client, report in reports.items()}, trained)

@@ -191,7 +191,7 @@ def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 class RunningValue(Tensor):
-    """Marks a metric's value as computed before the last batch. Tensors computed from the value are also marked."""
+    """Type of a tensor with a metric's value over only some batches, and of all tensors computed from the value."""
 
 
 @contextmanager
@@ -227,7 +227,7 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
-    """Context that appends to ``updated`` each metric that is updated, unless the metric was reset first."""
+    """Context that appends a metric to ``updated`` if the metric is updated before a reset."""
     fresh: list[Metric] = []
     unused = [metric for metric in metrics if holds_states(metric) and not metric.update_called]
 
