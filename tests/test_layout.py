@@ -166,6 +166,7 @@ WRITERS_OF_A_FIT = {
     "synchronisation": {"rounds.loop"},
     "cohort": {"rounds.loop"},
     "rounds": {"rounds.loop"},
+    "number": {"rounds.loop"},
     "is_plain": {"rounds.loop"},
     "averages": {"rounds.loop"},
     "norm_layers": {"rounds.round"},

@@ -180,7 +180,9 @@ class BatchNormState:
 
 
 class FederatedFit:
-    """One federated fit: options, components and state for all rounds.
+    """One federated fit: constant parts (options, server, schedule, client store), and state shared by all features.
+
+    :class:`~lightning_fed.rounds.loop.RoundLoop` holds the state of the loop over rounds.
 
     Attributes:
         remote: Connection to clients or server on other machines; ``None`` if server and clients are in this process.
