@@ -138,8 +138,9 @@ def lenet(
     """
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, 16)
     check_count("hidden", hidden)
-    features = _convolutions(in_channels, channels)
-    return _network(features, [nn.Flatten(), nn.Linear(channels[1] * side**2, hidden), nn.Linear(hidden, num_classes)])
+    _check_channels(channels)
+    classifier = [nn.Flatten(), nn.Linear(channels[1] * side**2, hidden), nn.Linear(hidden, num_classes)]
+    return _network(_convolutions(in_channels, channels), classifier)
 
 
 def niid_cnn(
@@ -227,8 +228,7 @@ def _convolutions(
     kernels: Sequence[int] = (5, 5),
     pool: tuple[int, int, int] = (2, 2, 0),
 ) -> list[nn.Module]:
-    if len(channels) != 2 or min(channels) < 1:
-        raise ValueError(f"Expected `channels` to be two widths of at least 1, but got {list(channels)}.")
+    _check_channels(channels)
     return [
         layer
         for (width, outputs), kernel in zip(pairwise([inputs, *channels]), kernels, strict=True)
@@ -238,6 +238,11 @@ def _convolutions(
             nn.MaxPool2d(*pool),
         )
     ]
+
+
+def _check_channels(channels: Sequence[int]) -> None:
+    if len(channels) != 2 or min(channels) < 1:
+        raise ValueError(f"Expected `channels` to be two widths of at least 1, but got {list(channels)}.")
 
 
 def _dense(width: int, hidden: Sequence[int], num_classes: int, dropout: float = 0.0) -> list[nn.Module]:
