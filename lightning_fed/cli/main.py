@@ -87,9 +87,9 @@ def _dispatch(arguments: Sequence[str], is_process: bool) -> None:
     except ValueError as error:
         sys.stderr.write(f"{_HELP}\nerror: {error}\n")
         raise SystemExit(2) from error
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
     try:
         if command in _RECIPE_COMMANDS:
-            logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
             recipe = import_module("lightning_fed.recipe")  # imports torch; some commands do not need torch
             recipe.FederatedCLI(None if is_process else list(arguments))
         else:

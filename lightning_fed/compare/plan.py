@@ -280,7 +280,7 @@ def _metric(plan: Plan, trainer: Any) -> tuple[str, str]:
     }
     if plan.monitor is None and not saved:
         raise MisconfigurationException(
-            "Expected `monitor`, because no ModelCheckpoint in the recipe monitors a metric."
+            "Expected `monitor`, because no ModelCheckpoint in the recipe monitors a metric: add `--monitor val_loss`."
         )
     monitor = plan.monitor or next(iter(saved))
     return monitor, plan.mode or saved.get(monitor, "max" if is_score(monitor) else "min")

@@ -1,6 +1,7 @@
 """The command line: objects built from recipes, usage errors, and a run from fit to prediction."""
 
 import importlib
+import logging
 import math
 import os
 import re
@@ -358,6 +359,15 @@ def test_a_ready_recipe_that_is_not_in_the_folder(args, tmp_path, monkeypatch, c
     main(["recipes", "synthetic"])
     Path("synthetic.yaml").write_text(capsys.readouterr().out)
     assert absent_recipe([argument.replace("recipes/", "") for argument in args]) is None
+
+
+def test_no_command_prints_device_lines_and_tips(monkeypatch, capsys):
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    monkeypatch.setattr(logger, "filters", [])
+    main(["recipes"])
+    shown = [text for text in ("GPU available: False", "💡 Tip: install this", "`Trainer.fit` stopped")
+             if logger.filter(logging.makeLogRecord({"msg": text}))]  # fmt: skip
+    assert shown == ["`Trainer.fit` stopped"]
 
 
 def test_a_command_line_that_is_right_gets_no_hint(tmp_path, monkeypatch, capsys):
