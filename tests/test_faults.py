@@ -1070,8 +1070,7 @@ STEPS = {
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("place", [0, 1, 3], ids=["first", "in the middle", "last"])
-@pytest.mark.parametrize("fault", STEPS)
+@pytest.mark.parametrize(("fault", "place"), at_places(STEPS))
 def test_steps(fault, place, without, caplog):
     make_module, reason = STEPS[fault]
     run = train(with_bad(good_clients(), place, lambda: examples(2 * BATCH)), module=make_module())

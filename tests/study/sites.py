@@ -10,7 +10,7 @@ from torchmetrics.classification import BinaryAUROC, BinaryMatthewsCorrCoef, Mul
 from lightning_fed import FederatedDataModule
 
 SIZES = {"north": 20, "south": 16, "tiny": 4}  # test cases
-MANY = SIZES | {"east": 18, "west": 12, "coast": 14}
+MANY = {"north": 11, "south": 10, "tiny": 4, "east": 12, "west": 10, "coast": 10}
 SECURED = [site for site in MANY if site != "tiny"]  # enough cases for an answer
 
 RECIPE = """
