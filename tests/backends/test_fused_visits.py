@@ -336,7 +336,7 @@ ALIKE = (
     "failing steps",
     "max_steps",
 )
-ALIKE += ("stopped after a step", "min_epochs", "limited", "nobody", "vectorized")
+ALIKE += ("stopped after a step", "min_epochs", "limited", "nobody", "vectorized", "FedProx")
 
 
 @pytest.fixture

@@ -743,7 +743,9 @@ def test_fits_that_are_refused(options, words, federated_trainer):
         trainer.fit(models.Module(models.mlp()), clients_of())
 
 
-@pytest.mark.parametrize("method", ["fedavgm", "scaffold", "fednova", "feddyn:alpha=0.1", "median", "fedper"])
+@pytest.mark.parametrize(
+    "method", [slow("fedavgm"), "scaffold", "fednova", "feddyn:alpha=0.1", slow("median"), "fedper"]
+)
 def test_methods_that_go_with_it(method, federated_trainer):
     """Noisy gradients come from equal draws."""
     callback = dpsgd()
