@@ -115,7 +115,7 @@ class RoundSynchronisation(ABC):
 
 
 class ClientSharing(ABC):
-    """Base class of Lightning strategies with several processes for the clients of a round."""
+    """Base class of Lightning strategies that divide the clients of a round among several processes."""
 
     @property
     @abstractmethod

@@ -579,7 +579,7 @@ class Federation(TrainerCallback):
         return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
-        """Counts the steps of a per-step scheduler in ``rounds`` rounds, with ``window`` batches per scheduler step."""
+        """Counts the steps of a learning-rate scheduler in ``rounds`` rounds, with one step per ``window`` batches."""
         self.find_population()
         return count_scheduler_steps(self._fit, rounds, window)
 

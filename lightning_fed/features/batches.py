@@ -16,7 +16,7 @@ MASK_KEYS = ("mask", "masks", *TARGET_KEYS)  # masks first, because a batch may 
 
 
 def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
-    """Returns a batch's inputs by index, key or function; by default the first element, a common key or the batch."""
+    """Returns a batch's inputs by index, key or function; by default the first element or a key such as "image"."""
     first = batch[0] if isinstance(batch, Sequence) and batch else batch
     return _find(batch, inputs, INPUT_KEYS, first, "inputs")
 

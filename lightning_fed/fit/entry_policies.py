@@ -35,7 +35,7 @@ def decide_policies(
     batch_norm: BatchNormOption,
     sliced: Collection[str] = (),
 ) -> dict[str, Policy]:
-    """Determines the policy of each entry in the module's state, and logs the personal entries.
+    """Determines the policy of each state dict entry (such as shared or personal), and logs the personal entries.
 
     With ``batch_norm="personal"``, BatchNorm layers are personal. With :class:`~lightning_fed.LocalStatistics`, running
     statistics measured in visits are personal. Running statistics measured after the aggregation are shared if clients

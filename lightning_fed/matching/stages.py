@@ -18,7 +18,7 @@ StageChoice: TypeAlias = Literal["auto"] | int | Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers matched in one round: the names of the permutation groups and of the state dict entries."""
+    """Layers that FedMA matches in one round: the names of the permutation groups and of the state dict entries."""
 
     groups: tuple[str, ...]
     entries: tuple[str, ...]

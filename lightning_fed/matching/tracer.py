@@ -82,7 +82,7 @@ class Tracer:
         self.constant_id = NEUTRAL
 
     def run(self, program: ExportedProgram, names: Mapping[str, str], constants: Mapping[str, Tensor]) -> None:
-        """Traces an exported network. ``names`` and ``constants`` map exported names to state dict names or tensors."""
+        """Traces a ``torch.export`` program. ``names`` and ``constants`` map inputs to state dict names or tensors."""
         signature = program.graph_signature
         targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         targets |= getattr(signature, "inputs_to_lifted_tensor_constants", {})
@@ -200,7 +200,7 @@ class Tracer:
         return result
 
     def reduced(self, activation: TracedActivation, dims: set[int]) -> TracedActivation:
-        """Returns the neuron ids after a reduction over ``dims``. These dimensions remain with length 1."""
+        """Returns the neuron ids after a reduction, such as a sum, over ``dims``. Reduced dimensions keep length 1."""
         inner, outer = activation.varying & dims, activation.varying - dims
         if inner and outer:  # sum over branches with common neurons
             activation, inner = self.coupled(activation, dims), set()

@@ -378,7 +378,7 @@ def entry_policies(
     personal: Sequence[Selector] = (),
     frozen: Sequence[Selector] = (),
 ) -> dict[str, Policy]:
-    """Returns the policy for each entry in the module's state. ``personal`` and ``frozen`` are selectors.
+    """Returns the policy of each state dict entry: shared, personal or frozen. The arguments are selectors.
 
     Raises:
         ValueError: If a selector matches nothing, or an entry is both personal and frozen.

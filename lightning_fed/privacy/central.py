@@ -183,7 +183,7 @@ class CentralDP(UpdateStep):
 
     @property
     def sensitivity(self) -> float:
-        """Largest change by one client in a sum of updates with norms up to 1: 2 with ``"fixed"`` sampling, else 1."""
+        """Largest change of a sum of updates with norms up to 1: by replacing a client ("fixed") 2, by adding one 1."""
         assert self.budget is not None
         return 1.0 if self.budget.sampling == "poisson" else 2.0
 

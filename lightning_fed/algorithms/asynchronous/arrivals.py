@@ -76,7 +76,7 @@ class Arrival(NamedTuple):
 class Order(ABC):
     """Base class for the order in which client updates reach the server.
 
-    ``flying`` maps each client in training on another machine to the start model's version.
+    ``flying`` maps each client in training on another machine to the version of the received global model.
     """
 
     flying: Mapping[Client, int] = {}

@@ -124,7 +124,7 @@ class FusionLayer(nn.Module):
             self._is_referring, self._reference = True, None
 
     def release(self) -> None:
-        """Disables the frozen extractor: until the next use, the fusion operator receives the local features twice."""
+        """Disables the frozen extractor: until :meth:`refer`, the fusion operator receives the local features twice."""
         self._is_referring, self._reference = False, None
 
     def watch_loading(self, owner: nn.Module) -> None:

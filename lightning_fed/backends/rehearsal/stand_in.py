@@ -46,7 +46,7 @@ class StandIn(L.LightningModule):
 
 
 def train_stand_in(state: State, visit: Visit, stored: Mapping[str, Tensor]) -> tuple[State, State]:
-    """Computes the model after a visit without training, and the tensors to store on the client.
+    """Replaces a client's training in a rehearsal: computes a model, and the tensors to store on the client.
 
     One in four visits stores no tensors. Results depend only on the arguments. A lost, repeated or changed update
     therefore changes all later global models.

@@ -350,7 +350,7 @@ def _simple_name(name: str) -> str:
 
 
 def change_update(reply: Packet, **header: Any) -> Packet:
-    """Changes the fields ``header`` in the JSON header of an update. Other packets are returned unchanged."""
+    """Sets fields in the JSON header of an update message. Other messages are returned unchanged."""
     packet = json.loads(reply.text)
     if packet["kind"] == "update":
         packet["header"] |= header

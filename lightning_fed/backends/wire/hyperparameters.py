@@ -83,7 +83,7 @@ def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Seque
 
 
 def load_numbers(owner: Any, numbers: Mapping[str, Any]) -> None:
-    """Loads received values into a scheduler or loss scaler (``owner``). Other values stay unchanged."""
+    """Updates the state of a scheduler or loss scaler (``owner``) with received values."""
     owner.load_state_dict({**owner.state_dict(), **numbers})
 
 

@@ -204,7 +204,7 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
 
 
 def is_answer(packet: Packet) -> bool:
-    """True for a client's answer, false for a fault (the reason for a missing answer) and for short invalid text.
+    """True for a client's answer, false for a fault (reason for a missing answer) and for invalid text up to 2 KiB.
 
     Example:
         >>> is_answer(write_packet("update", {})), is_answer(write_fault(Fault("ann", "no"))), is_answer(Packet("{"))
@@ -275,7 +275,7 @@ def _is_shape(shape: object) -> bool:
 
 
 def write_train_request(kind: str, train_request: TrainRequest, broadcast: Broadcast | None = None) -> Packet:
-    """Creates a packet from a train request, optionally with the broadcast."""
+    """Creates a message (packet) with the request to train, optionally with the broadcast."""
     tensors = {} if broadcast is None else {"state": sent_entries(broadcast), "extras": broadcast.extras}
     return write_packet(kind, vars(train_request) | {"visit": asdict(train_request.visit)}, **tensors)
 
@@ -357,7 +357,7 @@ def find_bad_size(packet: Packet, model: State) -> str | None:
 
 
 def write_request(request: Request) -> Packet:
-    """Creates a packet from a client's request for rows. Row indices shared by several entries are sent once."""
+    """Creates a message (packet) with a client's request for some rows. Entries with equal rows share one list."""
     lists = distinct(request.rows)
     same = {name: next(key for key in lists if torch.equal(lists[key], rows)) for name, rows in request.rows.items()}
     return write_packet("request", {"client": request.client, "same": same}, rows=lists, extras=request.extras)
@@ -370,7 +370,7 @@ def write_update(update: ClientUpdate, answer: Answer) -> Packet:
 
 
 def write_fault(fault: Fault) -> Packet:
-    """Creates a packet with the reason for a missing answer."""
+    """Creates a message (packet) with the reason for a client's missing answer."""
     return write_packet("fault", asdict(fault))
 
 

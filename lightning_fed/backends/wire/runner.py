@@ -76,7 +76,7 @@ _OURS = (
 
 
 class ClientRunner:
-    """Answers packets on a client's machine. Model and data are built once per process.
+    """Answers the server's messages on a client's machine. Model and data are built once per process.
 
     Takes the arguments of :func:`~lightning_fed.backends.flower.client_app`.
     """
