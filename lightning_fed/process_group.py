@@ -115,7 +115,7 @@ class RoundSynchronisation(ABC):
 
 
 class ClientSharing(ABC):
-    """Base class of Lightning strategies that divide the clients of a round among several processes."""
+    """Base class of Lightning strategies with several processes, each for a share of a round's clients."""
 
     @property
     @abstractmethod

@@ -64,7 +64,7 @@ class StepCapabilities:
         return state
 
     def hold(self) -> Held | None:
-        """Returns an object that collects a round's updates, or ``None`` if the step handles updates one by one."""
+        """Returns an object to collect a round's updates, or ``None`` if the step handles updates one by one."""
         return None
 
 
