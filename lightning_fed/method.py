@@ -29,7 +29,7 @@ class Method:
         aggregator: The server-side rule, or a method to extend, by name or as an object.
         callbacks: Callbacks added to the Trainer before the rule's callbacks, unless the Trainer has a callback with
             the same class.
-        steps: Update steps, innermost first. The federation's update steps follow these steps.
+        steps: Update steps, in order of execution on the client. The federation's update steps follow these steps.
         settings: Arguments of :class:`~lightning_fed.Federation`: ``local_epochs``, ``local_steps``, ``personal``,
             ``frozen``, ``batch_norm`` and ``optimizer_state``.
 

@@ -184,7 +184,7 @@ def federated_trainer(
             lightning_fed.Federation, init_args: {method: fedbn}}``.
         personal: Entries that stay on each client: name patterns, or module types by class path.
         frozen: Entries that are never sent: name patterns, or module types by class path.
-        steps: Update steps, innermost first.
+        steps: Update steps, in order of execution on the client.
         callbacks: Callbacks in addition to the federation.
         enable_progress_bar: Whether to show a progress bar.
         options: Further arguments for ``FederatedTrainer`` and ``L.Trainer``.

@@ -101,8 +101,8 @@ class Federation(TrainerCallback):
         visits: Loop for the visits' batches; all loops have equal results. ``"fused"``: a loop that skips unused hooks.
             ``"lightning"``: Lightning's loop. ``"auto"``: fused if possible. :class:`~lightning_fed.Vectorized`:
             several clients at once. ``"fastest"``: chosen by model, cohort and device.
-        steps: Update steps between a client's training and the new global model (:mod:`lightning_fed.steps`), innermost
-            first, added after the method's steps. The objects are copied.
+        steps: Update steps between a client's training and the new global model (:mod:`lightning_fed.steps`), in order
+            of execution on the client, after the method's steps. The objects are copied.
         seed: Seed for the partition and the choice of clients; by default the seed from ``seed_everything``, or 0.
 
     Attributes:

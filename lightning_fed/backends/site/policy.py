@@ -68,7 +68,7 @@ class Refusal(ClientFault):
 
 @dataclass(frozen=True)
 class Half:
-    """The client program's method name, update steps (innermost first) and callbacks, checked by the site policy."""
+    """The client program's method name, update steps (in client order) and callbacks, checked by the site policy."""
 
     method: str
     steps: Sequence[UpdateStep] = ()
