@@ -150,8 +150,7 @@ class LocalModel:
         """Loads a client's model: shared entries from ``state``, personal entries from ``stored`` or the store.
 
         For an evaluation, ``own_model`` contains entries of the client's own model, which take precedence. Without
-        ``own_model``, sliced entries (clients receive only some rows) are copied, because the module would otherwise
-        share memory with ``state``.
+        ``own_model``, sliced entries (clients receive only some rows) are copied, to share no memory with ``state``.
         """
         stored = self.recall(client) if stored is None else stored
         personal = {name: value for name, value in stored.items() if not name.startswith(_PREFIXES)}

@@ -104,7 +104,6 @@ class LoaderClients(Population):
             _end_workers(loader)
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Length of the client's dataloader, limited by ``overfit_batches`` in training."""
         length = sized_len(self._loader(client))
         return length if isolated else self.batches_to_overfit(length)
 

@@ -132,7 +132,6 @@ class RoundLoop:
         self.failed_rounds = FailedRounds(*state["failed_rounds"])
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
-        """Continues the Trainer's previous fit from the :meth:`state_dict` of that fit's loop."""
         self.load_state_dict(state)
         self.fit.number += 1
         # An interrupted validation leaves fewer batches.
