@@ -232,7 +232,6 @@ class VisitDriver:
 
     @contextmanager
     def _counting_in_visit(self, batch_idx: int) -> Iterator[int]:
-        """Yields a batch's index in the client's epoch. Inside, the Trainer's ``is_last_batch`` is for this epoch."""
         position = self._loader.epoch_position
         if position is None:
             yield batch_idx
