@@ -179,9 +179,8 @@ class RoundLoop:
             trainer.limit_train_batches = 1.0  # every client's batches are limited, not the round's
         self._train_dataloader = OverriddenMethod(loader_owner, "train_dataloader", self._plan_round)
         self._save_checkpoint = OverriddenMethod(module, "on_save_checkpoint", self._on_save_checkpoint)
-        methods = [self._train_dataloader, self._save_checkpoint]
         savers = find_callbacks(trainer, Checkpoint)
-        methods += [self._delay(callback) for callback in savers]
+        methods = [self._train_dataloader, self._save_checkpoint, *map(self._delay, savers)]
         for owner in (datamodule_of(trainer), module):
             for hook in TRANSFER_HOOKS:
                 if owner is not None and is_overridden(hook, owner):
@@ -242,7 +241,11 @@ class RoundLoop:
                 else "the server must not receive statistics of single clients"
             )
             _log.info("BatchNorm: each client has separate statistics, because %s.", reason)
-        self._start_averages()
+        averaging = find_callbacks(fit.trainer, _WEIGHT_AVERAGING)
+        if averaging and not fit.is_plain:
+            feature = load_feature("lightning_fed.callbacks.weight_averages")
+            fit.averages = feature.WeightAverages(fit, averaging)
+            fit.changes.callback(fit.averages.restore)
         self.find_population()
         if fit.options.visits_one_by_one != "lightning":
             fused = find_feature("lightning_fed.backends.fused")
@@ -250,14 +253,6 @@ class RoundLoop:
         fit.batch_norm.store_initial(fit.module, fit.policies)
         self._freeze_parameters()
         self._plan_visits()
-
-    def _start_averages(self) -> None:
-        fit = self.fit
-        averaging = find_callbacks(fit.trainer, _WEIGHT_AVERAGING)
-        if averaging and not fit.is_plain:
-            feature = load_feature("lightning_fed.callbacks.weight_averages")
-            fit.averages = feature.WeightAverages(fit, averaging)
-            fit.changes.callback(fit.averages.restore)
 
     def _check_entries(self) -> None:
         is_plain = self.fit.remote is None and is_one_client(self._partition)  # as in a fit without a federation

@@ -166,8 +166,11 @@ class Round:
         show_status(self._trainer, "averaging")
         seed_everything(self.fit.schedule.end_seed(report.round))
         state = self.aggregate()
+        received = () if state is None else report.received
         is_new = state is not None and state is not self.state
-        self.load_global(self.state if state is None else state, [] if state is None else self._counting())
+        served = self.fit.schedule.served(self.cohort).visits  # without stragglers whose work is dropped
+        counting = [position for position, visit in enumerate(served) if visit.client in received]
+        self.load_global(self.state if state is None else state, counting)
         if self.fit.synchronisation is not None:
             self.fit.synchronisation.check_state(self.local)
         if is_new:
@@ -176,10 +179,10 @@ class Round:
                 _log.error("Round %d is reverted: %s.", round_number(report.round), fault)
                 self._server.abandon_round()
                 self.load_global(self.state)
-                state, is_new = None, False
+                state, received, is_new = None, (), False
         if is_new:
             self.fit.batch_norm.model_round = report.round
-        self._commit(() if state is None else report.received)
+        self._commit(received)
         self._server.held.record_clients(report.round, report.received)
         self.log(has_aggregate=state is not None)
         if self.fit.synchronisation is not None:
@@ -212,11 +215,6 @@ class Round:
     def load_global(self, state: State, counting: Collection[int] = ()) -> None:
         self.local.load_global(state)
         self.optimizers.end_round(counting)
-
-    def _counting(self) -> list[int]:
-        received = self._server.report.received
-        served = self.fit.schedule.served(self.cohort).visits  # without stragglers whose work is dropped
-        return [position for position, visit in enumerate(served) if visit.client in received]
 
     def _commit(self, counting: Collection[Client]) -> None:
         if self.fit.has_server:
