@@ -37,7 +37,6 @@ ALLOWED = {
     "SampledSoftmaxHead.reset_parameters": "a layer",
     "_convolutions": "layers of a network",
     "_dense": "layers of a network",
-    "fedfusion_cnn": "a network",
     "lenet": "a network",
     "vgg9": "a network",
     "CharLSTM.__init__": "a network",
