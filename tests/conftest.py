@@ -9,6 +9,7 @@ import inspect
 import logging
 import os
 import threading
+import weakref
 
 import pytest
 
@@ -128,6 +129,45 @@ def logged_values_stay_on_their_device():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_ResultMetric, "to", to)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def signatures_are_read_once():
+    """Lightning reads the signature of a hook in every call, and a Trainer reads its signature: a fortieth of a fit."""
+    from lightning.pytorch import Trainer
+
+    of_methods, of_trainers = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
+    getfullargspec, signature = inspect.getfullargspec, inspect.signature
+
+    def read_method(func):
+        if not inspect.ismethod(func):
+            return getfullargspec(func)
+        if func.__func__ not in of_methods:
+            of_methods[func.__func__] = getfullargspec(func)
+        return of_methods[func.__func__]
+
+    def read_trainer(obj, **options):
+        if options or not (isinstance(obj, type) and issubclass(obj, Trainer)):
+            return signature(obj, **options)
+        if obj not in of_trainers:
+            of_trainers[obj] = signature(obj)
+        return of_trainers[obj]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspect, "getfullargspec", read_method)
+        patch.setattr(inspect, "signature", read_trainer)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def steps_are_not_profiled():
+    """Each step of an optimizer is a range for PyTorch's profiler: a fiftieth of a small fit."""
+    from torch.autograd.profiler import record_function
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record_function, "__enter__", lambda self: self)
+        patch.setattr(record_function, "__exit__", lambda self, *error: None)
         yield
 
 

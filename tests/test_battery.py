@@ -8,6 +8,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 
 import pytest
 import torch
@@ -574,8 +575,10 @@ def test_methods_that_keep_layers_at_home(method_name, federated_trainer):
             assert torch.equal(value, first.end[name]) == name.startswith(at_home)
 
 
-@pytest.mark.parametrize("store", [None, "clients"], ids=["memory", "folder"])
-@pytest.mark.parametrize("method_name", ["FedPer", "FedBN"])
+@pytest.mark.parametrize(
+    ("method_name", "store"),
+    quick(product(["FedPer", "FedBN"], [None, "clients"]), [("FedPer", "clients"), ("FedBN", None)]),
+)
 def test_a_clients_own_model(method_name, store, plain_trainer, federated_trainer, tmp_path):
     """Personal entries come from the client's last visit, and a plain Trainer reproduces the logged values."""
     options = {"local_epochs": 2, "clients_per_round": 2, "seed": SEED, "store": store and tmp_path / store}
@@ -672,7 +675,7 @@ def evaluated_by_hand(net, inputs, training_data, measures):
         return net(inputs)
 
 
-@pytest.mark.parametrize("personal", [(), ("net.head.*",), slow(((nn.BatchNorm1d,),))])
+@pytest.mark.parametrize("personal", [slow(((),)), ("net.head.*",), slow(((nn.BatchNorm1d,),))])
 def test_every_client_is_evaluated_with_its_own_model(personal, federated_trainer):
     """Against plain numbers: 23 clients, one of them new, so that the worst tenth has three clients; three rounds.
 

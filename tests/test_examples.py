@@ -70,7 +70,8 @@ def test_a_project_is_federated_by_at_most_five_changed_lines(name):
     assert 1 <= len(changed) <= 5, "\n".join(changed)
 
 
-@pytest.mark.parametrize("name", quick(["segmentation", "classifier"], ["classifier"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["segmentation", "classifier"])
 def test_plain_example_trains(name, run, tmp_path):
     assert "lightning_fed" not in (EXAMPLES / f"{name}.py").read_text()
     run(name, *SETTINGS[name], "--epochs", "2")

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),  # 5.23 warns about its own attributes
 ]
 
-COUNTS = {"ann": 40, "bob": 24, "cid": 33}
+COUNTS = {"ann": 16, "bob": 8, "cid": 11}
 
 
 @pytest.fixture(scope="module")

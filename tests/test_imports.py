@@ -11,16 +11,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from lightning_fed.cli.main import PROGRAMS
+from tests import warm_process
 
 SLOW = ("torchvision", "segmentation_models_pytorch", "timm", "matplotlib", "scipy", "flwr", "tensorboard")
 
-FIRST = ["import lightning_fed.callbacks", "from lightning_fed.cli import methods; methods.run(['fedavg'])"]
-OTHERS = [f"import lightning_fed.{room}" for room in ("algorithms", "metrics", "privacy", "tasks.base")]
+FIRST = [
+    *(f"import lightning_fed.{room}" for room in ("algorithms", "callbacks", "metrics", "privacy", "tasks.base")),
+    "from lightning_fed.cli import methods; methods.run(['fedavg'])",
+]
 
-# Each statement has a separate process with only Lightning imported. Lightning's metrics may load some modules
-# before, so the script records requested imports, not loaded modules.
+# Each statement has a separate process with only Lightning imported.
 SCRIPT = """
-import builtins, json, os, sys
+import json, os, sys
 import lightning, torchmetrics
 
 def fails(statement):
@@ -30,48 +32,28 @@ def fails(statement):
         os._exit(0)
     return os.waitpid(child, 0)[1] != 0
 
-failed = [statement for statement in sys.argv[1:] if fails(statement)]
-before, asked, original = set(sys.modules), [], builtins.__import__
-
-def noting(name, globals=None, locals=None, fromlist=(), level=0):
-    if (globals or {}).get("__name__", "").startswith("lightning_fed") and level == 0:
-        asked.append(name.partition(".")[0])
-    return original(name, globals, locals, fromlist, level)
-
-builtins.__import__ = noting
-from lightning_fed import FederatedTrainer
-builtins.__import__ = original
-added = {name.partition(".")[0] for name in set(sys.modules) - before}
-command_line = sorted({"lightning_fed.cli.main", "lightning_fed.cli.demo"} & set(sys.modules))
-print(json.dumps([sorted(set(asked)), sorted(added), command_line, failed]))
+print(json.dumps([statement for statement in sys.argv[1:] if fails(statement)]))
 """
-
-
-def run_script(statements):
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *(statements if hasattr(os, "fork") else ())]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def imports():
-    return run_script(FIRST)
+    return json.loads(warm_process.run("tests.warm_imports")[0])
 
 
 def test_the_package_asks_for_nothing_slow(imports):
-    asked, *_ = imports
-    assert "torch" in asked  # requests are recorded
-    assert not set(asked) & set(SLOW)
+    assert "torch" in imports["asked"]  # requests are recorded
+    assert not set(imports["asked"]) & set(SLOW)
 
 
 def test_nothing_slow_is_loaded_that_lightning_does_not_load(imports):
-    _, added, *_ = imports
+    added = {name.partition(".")[0] for name in imports["added"]}
     assert "lightning_fed" in added
-    assert not set(added) & set(SLOW)
+    assert not added & set(SLOW)
 
 
 def test_the_command_line_is_not_loaded(imports):
-    assert not imports[2]
+    assert not {"lightning_fed.cli.main", "lightning_fed.cli.demo"} & set(imports["added"])
 
 
 WITHOUT_TORCH = """
@@ -127,14 +109,10 @@ def test_commands_without_a_model_need_no_torch(tmp_path):
         assert says in text, arguments
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that are forked")
-@pytest.mark.parametrize("first", FIRST)
-def test_whatever_is_imported_first(imports, first):
-    """Packages re-export each other's names, and methods' names load with the first method."""
-    assert first not in imports[3]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that are forked")
-def test_other_folders_are_imported_first():
-    assert run_script(OTHERS)[3] == []
+def test_any_folder_may_be_imported_first():
+    """Packages re-export each other's names, and methods' names load with the first method."""
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *FIRST]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == []

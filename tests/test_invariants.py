@@ -268,7 +268,7 @@ def test_fedavg_is_fedavg(door, tmp_path):
     assert {len(recorder.round(number)) for number in range(ROUNDS)} == {COHORT}
 
 
-@pytest.mark.parametrize(("aggregator", "steps"), [("fedavg", None), ("fairavg", None), ("fedavg", 5)])
+@pytest.mark.parametrize(("aggregator", "steps"), [("fairavg", None), ("fedavg", 5)])
 def test_both_rules_on_images(aggregator, steps, federated_trainer):
     clients = models.images()
     expected = fedavg_reference(
@@ -280,7 +280,7 @@ def test_both_rules_on_images(aggregator, steps, federated_trainer):
     trainer.fit(module, models.as_datasets(clients))
     assert_same(expected[-1], module.net.state_dict())
     if aggregator == "fedavg":
-        assert module.net[1].num_batches_tracked == 2 * (steps or 3)  # from `cid`, the largest client with 97 examples
+        assert module.net[1].num_batches_tracked == 2 * steps
 
 
 def test_one_step_of_gradient_descent_on_quadratics(federated_trainer):

@@ -417,7 +417,6 @@ def assert_given_back(module, data):
             ("callback", "last"),
             ("training step", "first"),
             ("ctrl-c", "second visit"),
-            ("sigterm", "second visit"),
             ("sigterm", "last"),
         ],
     ),

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 CAN_FORK = "forkserver" in multiprocessing.get_all_start_methods()
 PROCESSES = multiprocessing.get_context("forkserver" if CAN_FORK else "spawn")
 # The last two modules import the tests' models and Flower: 1.3 seconds in each process otherwise.
-PRELOADED = ["lightning_fed.trainer", "lightning_fed.callbacks", "tests.resume_script", "tests.backends.ddp.sites"]
+PRELOADED = ["tests.warm_imports", "tests.resume_script", "tests.backends.ddp.sites"]
 
 
 @dataclass

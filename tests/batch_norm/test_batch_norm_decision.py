@@ -21,6 +21,7 @@ from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import UniformWeights
 from tests import models
 from tests.algorithms.fedma import fits
+from tests.breadth import quick
 from tests.privacy.helpers import KnownKey
 from tests.recorders import Recorder, assert_same, fit_fixed, loading, state_of
 from tests.references import (
@@ -78,11 +79,18 @@ def decisions(caplog):
     return [message for message in caplog.messages if message.startswith("BatchNorm: ")]
 
 
+OWN = ("auto", LocalStatistics(), LocalStatistics("pooled"))
+
 # --- Statistics of a client -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_norm", ["auto", LocalStatistics(), LocalStatistics("pooled")], ids=str)
-@pytest.mark.parametrize("cohort", [1.0, 3])
+@pytest.mark.parametrize(
+    ("batch_norm", "cohort"),
+    quick(
+        [(mode, cohort) for mode in OWN for cohort in (1.0, 3)],
+        [(OWN[0], 3), (OWN[1], 1.0), (OWN[2], 3)],
+    ),
+)
 def test_statistics_are_one_pass_through_the_averaged_weights(batch_norm, cohort, federated_trainer):
     """For every client after the fit, including clients outside the last round."""
     clients = unlike()
@@ -466,7 +474,7 @@ def test_fedma_decides_after_its_last_stage(federated_trainer):
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("store", [None, "folder"])
+@pytest.mark.parametrize("store", quick([None, "folder"], ["folder"]))
 def test_resumed_fits_have_the_same_statistics(store, federated_trainer, tmp_path):
     clients = unlike()
     val = {client: DataLoader(TensorDataset(*tensors), len(tensors[0])) for client, tensors in clients.items()}

@@ -55,7 +55,7 @@ def fitted(request, federated_trainer, tmp_path):
     return trainer, tmp_path, store
 
 
-@pytest.mark.parametrize("door", ["trainer", "callback"])
+@pytest.mark.parametrize(("door", "fitted"), [("trainer", "folder"), ("callback", "memory")], indirect=["fitted"])
 def test_a_checkpoint_is_evaluated_with_each_clients_own_model(door, fitted, federated_trainer, plain_trainer):
     before, folder, store = fitted
     expected = {name: before.federation.client_state(name) for name in CLIENTS}

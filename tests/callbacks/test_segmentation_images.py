@@ -21,6 +21,7 @@ from lightning_fed.callbacks import pictures
 from lightning_fed.callbacks.picture_grid import default_colors, segmentation_grid
 from lightning_fed.callbacks.segmentation_images import SegmentationImages
 from lightning_fed.errors import OptionError
+from tests.breadth import quick
 from tests.conftest import QUIET
 
 COLORS = [(10, 0, 0), (0, 200, 0), (0, 0, 90)]
@@ -290,8 +291,9 @@ class ValidatesInTrainingMode(Segmenter):
         pass
 
 
-@pytest.mark.parametrize("maps", [(), ("softmax_entropy", "feature_entropy")], ids=["plain", "maps"])
-@pytest.mark.parametrize("kind", [Segmenter, ValidatesInTrainingMode])
+@pytest.mark.parametrize(
+    ("kind", "maps"), [(Segmenter, ("softmax_entropy", "feature_entropy")), (ValidatesInTrainingMode, ())]
+)
 def test_a_run_with_the_callback_ends_as_one_without(tmp_path, kind, maps):
     """Weights, statistics, logs and modes are bit-equal, although the forward pass draws random numbers."""
     ends = []
@@ -632,7 +634,7 @@ CHANGED_MASKS = {
 }
 
 
-@pytest.mark.parametrize("loss", CHANGED_MASKS)
+@pytest.mark.parametrize("loss", quick(CHANGED_MASKS, ["shifted", "inverted", "no labels"]))
 def test_changed_masks_need_a_target(tmp_path, loss):
     class Changed(ThirdTensor):
         def training_step(self, batch, batch_idx):

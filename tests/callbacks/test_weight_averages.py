@@ -150,10 +150,10 @@ def test_messages_hold_model_and_average(federated_trainer):
 @pytest.mark.parametrize(
     "average",
     [
-        ema,
+        slow(ema),
         lambda: ema(use_buffers=False),
         lambda: ema(update_every_n_steps=3, update_starting_at_step=2),
-        lambda: ema(update_every_n_steps=0, update_starting_at_epoch=1),
+        slow(lambda: ema(update_every_n_steps=0, update_starting_at_epoch=1)),
         lambda: ema(update_starting_at_epoch=1),
         RoundMean,
         StepMean,

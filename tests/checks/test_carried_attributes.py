@@ -26,6 +26,7 @@ from lightning_fed.checks.carried_attributes import CarriedAttributes
 from lightning_fed.data.dataset_clients import count_batches
 from tests import models, warm_process
 from tests.backends.flower.halves import on_flower
+from tests.breadth import quick
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -775,7 +776,10 @@ ORDINARY_SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("kind", ORDINARY_OPTIMIZERS)
+# One optimizer per kind of state: step counts as tensors and as numbers, histories, lists of tensors.
+@pytest.mark.parametrize(
+    "kind", quick(ORDINARY_OPTIMIZERS, ["Adafactor", "Adam", "ASGD", "foreach", "LBFGS", "momentum"])
+)
 def test_ordinary_optimizers_are_no_state(kind, federated_trainer, caplog):
     make = partial(ORDINARY_OPTIMIZERS[kind], lr=0.001)
     federated_trainer(max_rounds=2).fit(models.Module(models.mlp(), make), models.as_datasets(models.vectors()))
@@ -783,7 +787,9 @@ def test_ordinary_optimizers_are_no_state(kind, federated_trainer, caplog):
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
-@pytest.mark.parametrize("kind", ORDINARY_SCHEDULERS)
+@pytest.mark.parametrize(
+    "kind", quick(ORDINARY_SCHEDULERS, ["OneCycleLR", "LambdaLR", "SequentialLR", "ChainedScheduler"])
+)
 def test_ordinary_schedulers_are_no_state(kind, federated_trainer, caplog):
     scheduler = ORDINARY_SCHEDULERS[kind]
     module = models.Module(models.mlp(), models.sgd, lambda each: {"scheduler": scheduler(each), "interval": "step"})

@@ -445,6 +445,7 @@ MNIST_COUNTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "counts"),
     [
@@ -570,6 +571,7 @@ def test_femnist_test_writers_and_colours(tmp_path):
         FEMNIST(tmp_path, test_writers="all")
 
 
+@pytest.mark.slow
 @real("femnist")
 def test_real_femnist():
     data = FEMNIST(DATA, val_fraction=0.0)

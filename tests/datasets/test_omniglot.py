@@ -148,6 +148,7 @@ def test_drawers_that_cannot_be():
         Omniglot("data", group_by="writer")
 
 
+@pytest.mark.slow
 @real("omniglot")
 def test_real_omniglot():
     data = Omniglot(DATA)

@@ -172,6 +172,7 @@ def test_files_that_are_not_there_or_not_of_the_kind(tmp_path):
         Shakespeare(tmp_path / "tinyshakespeare.txt").setup()
 
 
+@pytest.mark.slow
 @real("shakespeare/shakespeare_roles.json.gz")
 def test_the_real_plays():
     data = Shakespeare(DATA, min_samples=10_000, max_clients=66)
