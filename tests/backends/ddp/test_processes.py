@@ -79,7 +79,7 @@ def test_processes_stay_until_an_error(processes):
 
 
 def supervise(path):
-    forkserver._forkserver.ensure_running = lambda: None  # noqa: SLF001 - the server that has forked this process
+    forkserver._forkserver.ensure_running = lambda: None  # noqa: SLF001 - the forked process's own server
     group = Processes(2, as_bytes("a client"), serve)
     path.write_text(str(group.run("pid", ignore)))
     time.sleep(60)
