@@ -109,10 +109,10 @@ class Scheduled(models.Module):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": FedBuff(2, replay=os.devnull)}, "without `replay`"),
-        ({"deadline": Deadline(60, min_clients=2)}, "without `min_clients` in `Deadline`"),
-        ({"module": Scheduled(models.mlp(), models.momentum)}, "without learning-rate schedulers"),
-        ({"method": Method(FedBuff(2), callbacks=[ClientEvaluation()])}, "without `ClientEvaluation`"),
+        ({"method": FedBuff(2, replay=os.devnull)}, "does not support `replay`"),
+        ({"deadline": Deadline(60, min_clients=2)}, "does not support `min_clients` in `Deadline`"),
+        ({"module": Scheduled(models.mlp(), models.momentum)}, "does not support learning-rate schedulers"),
+        ({"method": Method(FedBuff(2), callbacks=[ClientEvaluation()])}, "does not support `ClientEvaluation`"),
         ({"faults": Faults(min_clients=3)}, "`min_clients` to be at most the buffer size 2"),
     ],
     ids=["replay", "quorum", "scheduler", "evaluation", "min_clients"],
