@@ -743,6 +743,24 @@ def test_a_trainer_that_goes_on(federated_trainer):
     assert [visit.client for visit in recorder.visits] == [visit.client for visit in expected.visits]
 
 
+class OptimizerStates(FederatedCallback):
+    def __init__(self):
+        self.are_kept = []
+
+    def on_client_start(self, trainer, module, client, broadcast):
+        self.are_kept.append(bool(trainer.optimizers[0].state))
+
+
+def test_a_trainer_that_goes_on_starts_with_new_optimizers(federated_trainer):
+    """A client loads the optimizer state from an earlier round of the same fit, but not from an earlier fit."""
+    own, states = module(optimizer=models.momentum), OptimizerStates()
+    trainer = federated_trainer(max_rounds=2, callbacks=[states], optimizer_state="keep", seed=3)
+    for max_rounds in (2, 4):
+        trainer.fit_loop.max_epochs = max_rounds
+        trainer.fit(own, datasets())
+    assert states.are_kept == 2 * ([False] * len(CLIENTS) + [True] * len(CLIENTS))
+
+
 class Kept(FederatedCallback):
     def __init__(self):
         self.seen = []

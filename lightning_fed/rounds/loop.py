@@ -108,7 +108,7 @@ class RoundLoop:
         self._last_look = 0  # last round with a request for the clients' data
         self._validation_time: float | None = None  # of the last validation, by Lightning's clock
         self._validation: dict[float, int] = {}  # rounds between validations by `val_check_interval`
-        self._generators: Any = None  # states after the last visit of a plain fit
+        self._generators: Any = None  # states in the last unfinished round of a plain fit
         self.failed_rounds = FailedRounds()
 
     def state_dict(self) -> dict[str, Any]:
@@ -426,7 +426,6 @@ class RoundLoop:
 
     def _close_round(self, round: Round) -> bool:
         fit, trainer, server, loader = self.fit, self.fit.trainer, self.fit.server, round.loader
-        self._save_generators()
         round.join()
         if fit.remote is not None:
             fit.remote.exchange(round)
