@@ -170,6 +170,11 @@ def report(results: dict[str, list[dict[str, Any]]], arguments: argparse.Namespa
         "visits", "share of the slowest third",
     ]  # fmt: skip
     cpu = sum(result["cpu"] for ours in results.values() for result in ours)
+    missing = "".join(
+        f"`{name}` has {len(ours)} of these seeds. "
+        for name, ours in results.items()
+        if len(ours) < len(arguments.seeds)
+    )
     options = "" if arguments.dataset == "fashion" else f" --dataset {arguments.dataset}"
     words = (
         f"`python benchmarks/asynchronous.py --data DATA{options} --out docs/results/asynchronous.md`. "
@@ -179,7 +184,7 @@ def report(results: dict[str, list[dict[str, Any]]], arguments: argparse.Namespa
         f"for the logarithm over clients. With the deadline of {DEADLINE:.0f} s, slower clients are dropped from a "
         "round. Accuracy on 2,000 held-out training images, at the last validation within the limit (about every "
         f"{interval} visits). Seeds {', '.join(map(str, arguments.seeds))}. Differences: mean and 95 % "
-        f"interval by the paired t test, in bold without 0 in the interval. {cpu / 60:.0f} CPU minutes on "
+        f"interval by the paired t test, in bold without 0 in the interval. {missing}{cpu / 60:.0f} CPU minutes on "
         f"{machine(arguments.threads)}."
     )
     return "\n\n".join([words, table(header, rows_of(results, targets, arguments.seconds))])

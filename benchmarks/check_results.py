@@ -98,6 +98,7 @@ TABLES: dict[str, tuple[str, Callable[[str], list[list[str]]]]] = {
     "hospitals-pretrained-measured": ("hospitals-pretrained", of_hospitals),
     "hospitals-untrained": ("hospitals-untrained", of_hospitals),
     "appearance-measured": ("appearance", of_appearance),
+    "asynchronous": ("asynchronous", of_asynchronous),
     "asynchronous-cifar10": ("asynchronous-cifar10", of_asynchronous),
     "batch_norm_decision": ("batch_norm_decision", of_settings(batch_norm_decision.rows_of)),
     "label_skew": ("label_skew", of_settings(label_skew.rows_of)),
