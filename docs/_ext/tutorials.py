@@ -18,6 +18,8 @@ import tempfile
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
 
+from lightning_fed.report.figures import COLORS, INK
+
 PAGES = sorted((Path(__file__).parents[1] / "tutorials").glob("*.md"))
 PAGES = [
     page for page in PAGES if page.stem not in ("index", "machines", "mri", "study")
@@ -38,8 +40,12 @@ def pictures(text: str) -> list[str]:
 
 def run(page: Path, folder: Path) -> list[str]:
     """Runs a page in a folder, and returns the printed text of each block."""
+    from matplotlib import cycler, rc_context
+
+    colored = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    style = {"savefig.transparent": True, "legend.frameon": False, "axes.prop_cycle": cycler(color=COLORS)}
     printed, namespace = [], {"__name__": "tutorial"}
-    with chdir(folder):
+    with chdir(folder), rc_context(style | dict.fromkeys(colored, INK)):  # for light and dark pages
         text = page.read_text()
         for match in _CODE.finditer(text):
             lines = "\n" * (text[: match.start()].count("\n") + 1)  # errors name the line in the page
