@@ -38,7 +38,13 @@ print(json.dumps([statement for statement in sys.argv[1:] if fails(statement)]))
 
 @pytest.fixture(scope="module")
 def imports():
-    return json.loads(warm_process.run("tests.warm_imports")[0])
+    record = json.loads(warm_process.run("tests.warm_imports")[0])
+    if "lightning_fed" in record["added"]:
+        return record
+    # Earlier tests started processes of the package itself, in which the package is imported before the record.
+    command = [sys.executable, "-m", "tests.warm_imports"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=warm_process.ROOT)
+    return json.loads(done.stdout)
 
 
 def test_the_package_asks_for_nothing_slow(imports):
