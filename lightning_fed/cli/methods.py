@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -40,6 +41,7 @@ def run(args: Sequence[str]) -> None:
     sys.stdout.write(text)
 
 
+@cache
 def read_methods() -> dict[str, str]:
     """Maps the names of all registered methods to the docstrings of their classes, sorted by name."""
     # Parses the sources, because importing the methods takes seconds.

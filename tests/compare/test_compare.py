@@ -91,9 +91,13 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def subclasses_are_remembered():
-    """Until the next import, command lines share the search for subclasses; no run ends with a garbage collection."""
+    """Until the next import, command lines share the search for subclasses.
+
+    Runs end without a garbage collection, and checkpoints have no copy of the recipe.
+    """
     with remembered_subclasses(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", lambda: 0)
+        patch.setattr(FederatedCLI, "config_dump", {}, raising=False)
         yield
 
 

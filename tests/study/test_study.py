@@ -21,7 +21,7 @@ from torchmetrics.functional.classification import binary_f1_score, binary_matth
 from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.cli.main import main
 from lightning_fed.compare import MethodChoice, run
-from lightning_fed.recipe import remembered_subclasses
+from lightning_fed.recipe import FederatedCLI, remembered_subclasses
 from lightning_fed.study import SiteScores, site_scores
 from lightning_fed.study.answers import answer_site
 from lightning_fed.study.site_scores import _identity, check_sites, score_site, single_cases
@@ -48,8 +48,9 @@ def in_a_new_folder(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def subclasses_are_remembered():
-    """Until the next import, command lines share the search for subclasses."""
-    with remembered_subclasses():
+    """Until the next import, command lines share the search for subclasses; checkpoints have no copy of the recipe."""
+    with remembered_subclasses(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FederatedCLI, "config_dump", {}, raising=False)
         yield
 
 
