@@ -54,41 +54,22 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def clients():
+def clients(count):
     generator = torch.Generator().manual_seed(0)
     made = {}
-    for client, size in zip("abcdef", (12, 8, 10, 8, 8, 6), strict=True):
+    for client, size in list(zip("abcdef", (12, 8, 10, 8, 8, 6), strict=True))[:count]:
         inputs = torch.randn(size, 6, generator=generator, dtype=torch.float64)
         made[client] = DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=4)
     return made
 
 
-METHODS = [
-    "ditto",
-    "fedadam",
-    "fedala",
-    "fedavg",
-    "feddane",
-    "fednova:mu=0.5",
-    "fedprox:mu=1.0",
-    "fedrep:head_epochs=1",
-]
-METHODS += ["median", "moon", "qffl", "scaffold", "silobn"]
+METHODS = ["ditto", "fedala", "fedavg", "feddane", "fedrep:head_epochs=1", "moon", "qffl", "scaffold", "silobn"]
 SLOW = ["fairavg", "fedadagrad", "fedatt", "fedbn", "fedper", "fedyogi", "fesem", "fixbn:after=1", "geometricmedian"]
 SLOW += ["trimmedmean", "multikrum", "normclipping", "centeredclipping", "bulyan", "krum", "neighbours", "noisy"]
 SLOW += ["adaptive clipping", "16 bits", "median bound", "collusion", "bucketing", "clipped"]
-SLOW += [
-    "fedadam",
-    "fedprox:mu=1.0",
-    "fednova:mu=0.5",
-    "median",
-    "momentum of the server",
-    "downlink",
-    "top",
-    "bounded",
-]
-SLOW += ["attacked", "personal"]
-CASES = {method: {"method": method} for method in dict.fromkeys([*METHODS, *SLOW])} | {
+SLOW += ["fedadam", "fedprox:mu=1.0", "fednova:mu=0.5", "median", "momentum of the server", "downlink", "top"]
+SLOW += ["attacked", "bounded", "personal"]
+CASES = {method: {"method": method} for method in [*METHODS, *SLOW]} | {
     "feddyn": {"method": FedDyn(0.5)},
     "momentum of the server": {"method": FedAvgM(momentum=0.9)},
     "bucketing": {"method": "median", "steps": [Bucketing(2)]},
@@ -112,15 +93,15 @@ CASES = {method: {"method": method} for method in dict.fromkeys([*METHODS, *SLOW
 }
 
 
-def fit(trainer, form, options):
+def fit(trainer, form, case):
     module = Net(form)
-    trainer(max_rounds=2, seed=0, **options).fit(module, clients())
+    trainer(max_rounds=2, seed=0, **CASES[case]).fit(module, clients(6 if case in SLOW else 3))
     tensors = [*module.parameters(), *module.buffers()]
     return [torch.view_as_real(value) if value.is_complex() else value for value in tensors]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES])
 def test_the_form_of_a_layer_changes_no_method(case, federated_trainer):
-    reference = fit(federated_trainer, "plain", CASES[case])
+    reference = fit(federated_trainer, "plain", case)
     for form in ("complex", "wrapped"):
-        torch.testing.assert_close(fit(federated_trainer, form, CASES[case]), reference, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(fit(federated_trainer, form, case), reference, rtol=1e-6, atol=1e-8)
