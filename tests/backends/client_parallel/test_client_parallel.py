@@ -26,7 +26,7 @@ pytestmark = [
 # One process and two processes return equal results.
 ALIKE = [
     "schedulers", "personal-in-folder", "sampled-classes", "by-batches", "nobody", "faults", "own-rule",
-    "own-statistics", "private-examples",
+    "own-statistics", "private-examples", "one-client",
 ]  # fmt: skip
 SLOW = [
     "margins-in-memory", "centers", "skipping", "limits", "matched", "second-door", "control-variates", "own-models",
@@ -34,7 +34,7 @@ SLOW = [
     "partition", "federated-trainer", "saved-after-validation", "fixed-batch-norm", "personal-in-memory",
     "corrected-gradients", "server-moments", "talkative", "three-clients", "switched", "counted", "spread-out",
     "evaluated-locally", "noisy", "four-rounds", "local-batch-norm-in-folder", "regularizers", "two-optimizers",
-    "one-client", "fused-features", "compressed-down", "averages-of-weights", "max-steps",
+    "fused-features", "compressed-down", "averages-of-weights", "max-steps",
 ]  # fmt: skip
 OF_PROCESSES = {"clients", "batches", "models"}  # differs between processes
 OF_ONE = (r"_step", "so_far")  # logged per batch, or an average so far
