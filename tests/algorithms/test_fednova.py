@@ -18,6 +18,7 @@ from lightning_fed.server.server import Server
 from lightning_fed.steps import UniformWeights
 from tests import models
 from tests.algorithms.test_scaffold import overflowing
+from tests.breadth import slow
 from tests.chains import chain_of
 from tests.recorders import Recorder, assert_same, state_of
 from tests.references_correction import (
@@ -128,7 +129,7 @@ def test_a_fit_against_a_plain_loop(options, mu, either_trainer):
             assert torch.allclose(aggregate[f"net.{name}"], value, rtol=1e-4, atol=1e-6), name
 
 
-@pytest.mark.parametrize("mu", [0.0, 0.5])
+@pytest.mark.parametrize("mu", [slow(0.0), 0.5])
 def test_with_equal_steps_it_is_fedavg(mu, federated_trainer):
     """Clients with unequal sizes, BatchNorm, momentum: bit for bit."""
     states = []

@@ -31,7 +31,7 @@ from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
 from lightning_fed.steps.chain import Chain
 from tests import models
-from tests.breadth import quick
+from tests.breadth import quick, slow
 from tests.chains import chain_of, one_round
 from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, state_of
 from tests.references import average_reference
@@ -601,7 +601,7 @@ def test_the_first_prototypes_may_have_any_features():
     assert rule.prototypes.means.shape == (3, 2)
 
 
-@pytest.mark.parametrize("kind", ["fedmargin", "with momentum", "last_local"])
+@pytest.mark.parametrize("kind", ["fedmargin", slow("with momentum"), "last_local"])
 def test_resuming_with_another_layer(kind, federated_trainer, tmp_path):
     """Refused before training if earlier prototypes are needed for comparison."""
 

@@ -170,12 +170,11 @@ def test_another_optimizer_is_no_other_learning_rate(tmp_path):
 # --- Returning clients ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["lost", "older"])
 @pytest.mark.parametrize(
-    ("federation", "callbacks"),
+    ("federation", "callbacks", "how"),
     [
-        (lambda: Federation(FedPer("net.head.*")), list),
-        (lambda: Federation("fedmargin"), lambda: [ClassPrototypes(lpm_before="last_local")]),
+        (lambda: Federation(FedPer("net.head.*")), list, "older"),
+        (lambda: Federation("fedmargin"), lambda: [ClassPrototypes(lpm_before="last_local")], "lost"),
     ],
     ids=["personal layers", "what callbacks remember"],
 )
