@@ -9,7 +9,8 @@ import zlib
 from collections import deque
 from collections.abc import Collection, Iterator
 from functools import partial
-from types import FunctionType, ModuleType
+from inspect import GEN_CREATED, getgeneratorstate
+from types import FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,8 @@ def fingerprint(
     """Returns a value to compare instead of an attribute's value: equal attribute values have equal fingerprints.
 
     Objects are compared down to ``depth`` nested levels. An attribute that cannot be read is treated as unchanged, and
-    an iterator as changed. ``memory`` contains the storage addresses of parameters and buffers, and ``skipped`` the ids
-    of excluded objects.
+    an iterator as changed, except a generator before the first value. ``memory`` contains the storage addresses of
+    parameters and buffers, and ``skipped`` the ids of excluded objects.
     """
     try:
         if isinstance(value, np.generic):  # NumPy's numbers compare with lists like arrays
@@ -82,6 +83,8 @@ def parts(value: Any) -> Any:
         return [cell.cell_contents for cell in value.__closure__ or ()]
     if isinstance(value, itertools.count):
         return repr(value)
+    if isinstance(value, GeneratorType) and getgeneratorstate(value) == GEN_CREATED:
+        return None  # a context manager used as a decorator never starts this generator
     if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
         return object()
     kind = type(value)

@@ -6,7 +6,7 @@ import random
 import threading
 import types
 from collections import UserDict, deque, namedtuple
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import lightning as L
@@ -883,6 +883,11 @@ def test_an_optimizer_of_the_trainer_is_none_of_the_modules(federated_trainer, c
     assert not carried(caplog)
 
 
+@contextmanager
+def in_evaluation():
+    yield
+
+
 class Plain(models.Module):
     """Changes many attributes in a visit, without an effect on the next visit."""
 
@@ -908,6 +913,11 @@ class Plain(models.Module):
         self.log("accuracy", self.accuracy, on_epoch=True)
         self.last_outputs = outputs  # includes the graph, which is useless after the step
         return nn.functional.cross_entropy(outputs, batch[1])
+
+    @torch.no_grad()
+    @in_evaluation()
+    def initialise(self):
+        """The decorators hold a generator that never starts, as in transformers."""
 
 
 def test_what_no_visit_leaves_to_the_next_is_not_named(federated_trainer, caplog):
@@ -1003,6 +1013,12 @@ def test_generators_of_all_kinds_are_noted():
             partial(torch.rand, 1, generator=generator) if isinstance(generator, torch.Generator) else generator.random
         )
         assert changed_by(module, draw) == ["generators"]
+
+
+def test_a_generator_changes_with_the_first_value():
+    module = L.LightningModule()
+    module.generator = (number for number in range(9))
+    assert changed_by(module, lambda: next(module.generator)) == ["generator"]
 
 
 def test_a_pruned_recurrent_layer_ends_no_fit():
