@@ -246,7 +246,7 @@ class FederatedFit:
 
     @property
     def has_one_client(self) -> bool:
-        return self.remote is None and len(self.population.clients) == 1
+        return self.is_plain or (self.remote is None and len(self.population.clients) == 1)
 
     @property
     def has_ranks(self) -> bool:

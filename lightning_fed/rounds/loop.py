@@ -246,10 +246,10 @@ class RoundLoop:
             feature = load_feature("lightning_fed.callbacks.weight_averages")
             fit.averages = feature.WeightAverages(fit, averaging)
             fit.changes.callback(fit.averages.restore)
-        self.find_population()
-        if fit.options.visits_one_by_one != "lightning":
-            fused = find_feature("lightning_fed.backends.fused")
-            self._batch_loop = fused and fused.build_batch_loop(fit)
+        if not fit.is_plain or fit.options.visits_at_once:  # Lightning asks for validation data first
+            self.find_population()
+        if fit.options.visits_one_by_one != "lightning" and (fused := find_feature("lightning_fed.backends.fused")):
+            self._batch_loop = fused.build_batch_loop(fit)
         fit.batch_norm.store_initial(fit.module, fit.policies)
         self._freeze_parameters()
         self._plan_visits()

@@ -206,6 +206,33 @@ def test_models_and_files_are_lightnings(case, visits, fit, tmp_path, caplog):
     assert ("and the updates so far are aggregated" in caplog.text) == (case in ("steps", "stop in validation"))
 
 
+class Requests(models.Module):
+    """Records the calls of the loaders' hooks."""
+
+    def __init__(self):
+        super().__init__(models.mlp())
+        self.calls = []
+
+    def train_dataloader(self):
+        self.calls.append("train")
+        return Resumable().loader
+
+    def val_dataloader(self):
+        self.calls.append("val")
+        return Resumable().loader
+
+
+def test_loaders_are_requested_as_in_a_plain_trainer(plain_trainer):
+    """In the same order, because random data sets draw from the global generator."""
+    ends = []
+    for federations in ([], [Federation(partition=IID(1), **KEEP)]):
+        own = Requests()
+        trainer = plain_trainer(callbacks=federations, max_epochs=2, num_sanity_val_steps=2)
+        trainer.fit(own)
+        ends.append(own.calls)
+    assert ends == [["val", "train"]] * 2
+
+
 class Stop(Exception):
     pass
 
