@@ -39,14 +39,21 @@ _DEVICES = ("accelerator", "devices", "strategy", "num_nodes", "plugins")
 
 
 def build_runner(federation: Federation, model: Any, data: Any, trainer: Any, **options: Any) -> ClientRunner:
-    """Builds a client's runner, with several processes if the Trainer's arguments request several devices."""
-    is_given = isinstance(trainer, Mapping) and trainer.get("devices", 1) != 1
-    kind = DistributedRunner if is_given and _count_processes(trainer) > 1 else ClientRunner
+    """Builds a client's runner, with several processes if the Trainer's arguments select several devices.
+
+    A machine with one device ignores ``strategy``, so machines with different numbers of GPUs may share arguments.
+    """
+    kind = ClientRunner
+    if isinstance(trainer, Mapping) and trainer.get("devices", 1) != 1:
+        if _select_devices(trainer).world_size > 1:
+            kind = DistributedRunner
+        else:
+            trainer = _without_strategy(trainer)
     return kind(federation, model, data, trainer, **options)
 
 
-def _count_processes(trainer: Mapping[str, Any]) -> int:
-    """Number of processes for the Trainer arguments ``trainer``. Refuses several machines, and strategies except DDP.
+def _select_devices(trainer: Mapping[str, Any]) -> L.Trainer:
+    """Creates a Trainer with the devices of ``trainer``. Refuses several machines, and strategies except DDP.
 
     Raises:
         MisconfigurationException: If ``num_nodes`` is above 1, or several devices are combined with a strategy other
@@ -68,7 +75,7 @@ def _count_processes(trainer: Mapping[str, Any]) -> int:
             "Expected sync_batchnorm=False on CPUs, because torch synchronises BatchNorm only on GPUs: remove "
             "`sync_batchnorm`, or set accelerator='gpu'."
         )
-    return probe.world_size
+    return probe
 
 
 class DistributedRunner(ClientRunner):
@@ -87,12 +94,16 @@ class DistributedRunner(ClientRunner):
     def __init__(
         self, federation: Federation, model: Any, data: Any, trainer: Mapping[str, Any], **options: Any
     ) -> None:
-        count = _count_processes(trainer)
-        super().__init__(federation, model, data, {**_without_strategy(trainer), "devices": 1}, **options)
+        probe = _select_devices(trainer)
+        gpu = probe.strategy.root_device.index
+        devices = 1 if gpu is None else [gpu]  # the first selected GPU, not the machine's first
+        super().__init__(federation, model, data, {**_without_strategy(trainer), "devices": devices}, **options)
         steps = federation.server.chain.callbacks()
         for callback in (*federation.method.callbacks, *steps, *self._callbacks):
             _check_callback(callback)
-        self._processes = Processes(count, as_bytes((federation, model, data, trainer, options)), answer_visit)
+        self._processes = Processes(
+            probe.world_size, as_bytes((federation, model, data, trainer, options)), answer_visit
+        )
 
     def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:
         if self._kind != VISIT:
@@ -170,9 +181,7 @@ class _ReadStore(FolderStore):
 
 def answer_visit(arguments: tuple[Any, ...]) -> Any:
     """Returns a function that trains a client in this process. Every exception is replaced by a ``ClientFault``."""
-    federation, model, data, trainer, options = arguments
-    runner = RankRunner(federation, model, data, trainer, options)
-    return partial(_answer_visit, runner)
+    return partial(_answer_visit, RankRunner(*arguments))
 
 
 def _answer_visit(runner: RankRunner, order: tuple[Packet, dict[str, Any]], judge: Any) -> tuple[Any, ...] | None:

@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import Faults, Federation
 from lightning_fed.backends.ddp.processes import Processes
-from lightning_fed.backends.ddp.runner import build_runner
+from lightning_fed.backends.ddp.runner import DistributedRunner, build_runner
+from lightning_fed.backends.wire.runner import ClientRunner
 from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import MaxSamples
@@ -151,6 +152,25 @@ def test_refusals_before_training(trainer, callbacks, text, tmp_path):
             store=tmp_path,
         )  # fmt: skip
     assert text == "." or isinstance(raised.value, MisconfigurationException)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "kind", "devices"),
+    [
+        ({"accelerator": "gpu", "devices": [2, 3]}, DistributedRunner, [2]),
+        ({"accelerator": "gpu", "devices": [2]}, ClientRunner, [2]),
+        ({"accelerator": "cpu", "devices": "auto"}, ClientRunner, "auto"),
+    ],
+)
+def test_the_answering_process_has_the_first_selected_device(trainer, kind, devices, tmp_path, monkeypatch):
+    """Sites with different numbers of GPUs may have equal arguments. The machine of the test needs no GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    trainer = {**trainer, "strategy": "ddp"}
+    runner = build_runner(Federation(), module, clients_of(models.vectors(SIZES), 4), trainer, store=tmp_path)
+    assert type(runner) is kind
+    assert runner._options["devices"] == devices  # noqa: SLF001 - a fit would need the GPU
+    assert "strategy" not in runner._options  # noqa: SLF001
 
 
 ERRORS = [
