@@ -140,7 +140,8 @@ REFUSED = {  # name: (Trainer arguments, federation options, makes the module, m
     "batch size finder": ({"callbacks": [BatchSizeFinder()]}, {}, module, "`BatchSizeFinder` does not work .* plain"),
     "rate finder": ({"callbacks": [LearningRateFinder()]}, {}, module, "`LearningRateFinder` does not work .* plain"),
     "weight averaging": (
-        {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, module, "visit creates anew, .* use `WeightAveraging`",
+        {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, module,
+        "visit creates anew, .* use `WeightAveraging` .* `SWALR`",
     ),
     "pruning": (
         {"callbacks": [ModelPruning("l1_unstructured", amount=0.2)]}, {}, module,

@@ -43,7 +43,8 @@ _REFUSED: dict[type[L.Callback], str] = dict.fromkeys(
 _REFUSED_INSIDE: dict[type[L.Callback], str] = {
     **_REFUSED,
     StochasticWeightAveraging: "the callback replaces the schedules of optimizers, which every visit creates "
-    "anew, and adds an epoch without training: use `WeightAveraging` (from Lightning 2.6 on)",
+    "anew, and adds an epoch without training: use `WeightAveraging` (from Lightning 2.6 on) with a `should_update` "
+    "that is true for `epoch_idx` from the first averaged round on, and torch's `SWALR` in `configure_optimizers`",
     ModelPruning: "the callback renames entries of the module between rounds, but server and clients identify "
     "entries by name: prune the trained model with `torch.nn.utils.prune`",
 }

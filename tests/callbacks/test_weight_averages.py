@@ -1,6 +1,7 @@
 """Lightning's weight averaging, against a loop written by hand, against a plain fit, and over the wire."""
 
 import copy
+import math
 from functools import partial
 
 import lightning as L
@@ -9,6 +10,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import ConstantLR, SequentialLR
+from torch.optim.swa_utils import SWALR, AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, Federation, Vectorized
@@ -137,6 +140,47 @@ def test_each_client_averages_its_steps(visits, either_trainer):
     assert "should_update" not in vars(average)
     assert average.should_update(step_idx=3)
     assert average.state_dict() == {"latest_update_step": ROUNDS * EPOCHS}
+
+
+SWA_START, SWA_ROUNDS = 1, 5
+
+
+class LateMean(RoundMean):
+    def should_update(self, step_idx=None, epoch_idx=None):
+        return epoch_idx is not None and epoch_idx >= SWA_START
+
+
+class Annealed(models.Module):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        parts = [ConstantLR(optimizer, factor=1.0), SWALR(optimizer, swa_lr=0.02, anneal_epochs=2)]
+        return [optimizer], [SequentialLR(optimizer, parts, milestones=[SWA_START])]
+
+
+def test_stochastic_weight_averaging_by_rounds(either_trainer):
+    """A loop by hand with torch's `AveragedModel`, and the formula of the learning rate."""
+    own = Annealed(net())
+    trainer = either_trainer(SWA_ROUNDS, callbacks=[LateMean()], local_epochs=EPOCHS, batch_norm="average")
+    trainer.fit(own, datamodule=data(batch_size=64))
+    model = net()
+    average = AveragedModel(model, use_buffers=True)
+    for number in range(SWA_ROUNDS):
+        share = min(max((number - SWA_START) / 2, 0), 1)
+        rate = 0.02 + (0.1 - 0.02) * (1 + math.cos(math.pi * share)) / 2
+        sums = {}
+        for inputs, targets in CLIENTS.values():
+            local = copy.deepcopy(model)
+            optimizer = torch.optim.SGD(local.parameters(), rate)
+            for _ in range(EPOCHS):
+                optimizer.zero_grad()
+                F.cross_entropy(local(inputs), targets).backward()
+                optimizer.step()
+            for name, value in local.state_dict().items():
+                sums[name] = sums.get(name, 0) + value.double() * len(targets) / 137
+        model.load_state_dict(sums)
+        if number >= SWA_START:
+            average.update_parameters(model)
+    assert_close(state_of(own), {f"net.{name}": value for name, value in average.module.state_dict().items()})
 
 
 def test_messages_hold_model_and_average(federated_trainer):
