@@ -43,7 +43,7 @@ def build_runner(federation: Federation, model: Any, data: Any, trainer: Any, **
 
     A machine with one device ignores ``strategy``, so machines with different numbers of GPUs may share arguments.
     """
-    kind = ClientRunner
+    kind: type[ClientRunner] = ClientRunner
     if isinstance(trainer, Mapping) and trainer.get("devices", 1) != 1:
         if _select_devices(trainer).world_size > 1:
             kind = DistributedRunner
