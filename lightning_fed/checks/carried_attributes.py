@@ -112,7 +112,7 @@ class CarriedAttributes:
     def start_round(self) -> None:
         """Stores fingerprints of all attributes of module, callbacks and optimizers before a round's first visit."""
         if self._is_reset:
-            self._optimizers = [optimizer for optimizer in self._find_optimizers() if not optimizer.state]
+            self._optimizers = list(self._find_optimizers())
         self._before = self._fingerprints()
         for name, metric in () if is_compiled(self._module) else self._metrics():
             self._metric_owners.append(metric)
@@ -184,11 +184,10 @@ class CarriedAttributes:
             )
 
     def _find_optimizers(self) -> Iterator[Optimizer]:
-        known = self._trainer.optimizers
         for owner in self._owners().values():
             for value in vars(owner).values():
                 for part in (value, *elements(value, dict)):
-                    if isinstance(part, Optimizer) and not any(part is each for each in known):
+                    if isinstance(part, Optimizer) and not part.state and part not in self._trainer.optimizers:
                         yield part
 
     def _clear_optimizers(self) -> None:

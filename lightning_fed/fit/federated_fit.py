@@ -349,10 +349,6 @@ class FederatedFit:
         self.round_log.load_state_dict(state["totals"])
         self.unset = None if state["unset"] is None else frozenset(state["unset"])
 
-    def draw_cohort(self, round: int) -> Cohort:
-        cohort: Cohort = self.server.rule.draw_cohort(round, self.schedule, self.population)
-        return cohort
-
 
 def describe_start(fit: FederatedFit, method: str, at_once: int) -> str:
     """Formats a line for the start of a fit: method, clients, shared entries and simultaneous visits (``at_once``)."""

@@ -368,7 +368,8 @@ class RoundLoop:
         self.find_population()
         self._validation_time = exchange_validation_time(trainer, None) if self.is_planned else None
         self.is_planned = True
-        cohort = fit.draw_cohort(round) if remote is None else remote.cohort(lambda: fit.draw_cohort(round))
+        draw = partial(fit.server.rule.draw_cohort, round, fit.schedule, fit.population)
+        cohort = draw() if remote is None else remote.cohort(draw)
         served = fit.schedule.served(cohort)
         loader = self.plan.loader(
             fit.population,

@@ -19,7 +19,8 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
     sizes: dict[Client, int] = {}
     steps = furthest = 0
     for round in range(rounds):
-        visits = fit.schedule.served(fit.draw_cohort(round)).visits
+        cohort = fit.server.rule.draw_cohort(round, fit.schedule, fit.population)
+        visits = fit.schedule.served(cohort).visits
         for client in {visit.client: None for visit in visits}.keys() - sizes.keys():
             sizes[client] = _batches_per_epoch(fit, client)
         lengths = sorted(
