@@ -127,7 +127,7 @@ def draw_maps(path: Path, arguments: argparse.Namespace) -> None:
         side = math.isqrt(len(features) // SCENES)
         of_features = feature_entropy(features, normalize=True).view(SCENES, side, side)
         columns += [(method, logits.argmax(1), classes), ("entropy", entropy, {"vmin": 0, "vmax": 1.8})]
-        columns.append(("of features", of_features, {"vmin": 0, "vmax": 1}))
+        columns.append(("feature entropy", of_features, {"vmin": 0, "vmax": 1}))
     figure = Figure(figsize=(1.7 * len(columns), 1.7 * SCENES), layout="constrained")
     for row, line in enumerate(figure.subplots(SCENES, len(columns))):
         for axes, (words, values, options) in zip(line, columns, strict=True):
