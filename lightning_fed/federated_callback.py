@@ -38,7 +38,7 @@ class RevertingCallback(L.Callback):
     """Base class of callbacks that call ``revert`` after the end of a fit and after an exception."""
 
     def revert(self) -> None:
-        """Reverts changes to the user's objects. Repeated calls must change nothing."""
+        """Reverts this callback's changes to the user's objects. A second call must change nothing."""
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.revert()
@@ -118,7 +118,7 @@ class FederatedCallback(TrainerCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> Iterator[None] | None:
-        """Client side, after the last batch: may add extra tensors and metrics to the update, but not change entries.
+        """Client side, after the last batch: may add extra tensors and metrics to the update, but not change weights.
 
         To train a second model on the last batches of the visit, implement the hook as a generator: every ``yield``
         waits for the training step on one batch (:class:`~lightning_fed.callbacks.PersonalModel`).
@@ -174,7 +174,7 @@ class AskableCallback(FederatedCallback, ABC):
     def on_client_question(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, question: Mapping[str, Any]
     ) -> ClientUpdate:
-        """Client side: answers a question using the loaded module. Changes to the module are reverted.
+        """Client side: answers the server's ``question`` with the loaded module. Changes to the module are reverted.
 
         Raises :class:`ClientFault` if the client has no answer.
         """

@@ -88,7 +88,7 @@ def unite_names() -> None:
 
 
 def refuse_foreign(*objects: Any) -> None:
-    """Raises ``TypeError`` for an object from the other package of Lightning (``pytorch_lightning`` or reversed)."""
+    """Raises ``TypeError`` for an object from ``pytorch_lightning``, a second copy of Lightning's classes."""
     for value in objects:
         for base in type(value).__mro__:
             if base.__module__.partition(".")[0] == "pytorch_lightning" and not _is_one():

@@ -1,4 +1,4 @@
-"""Federated methods: rule, update steps, callbacks and settings under one name."""
+"""Federated methods: an aggregation rule, steps that change updates, callbacks and settings under one name."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class RoundSynchronisation(ABC):
 
     @abstractmethod
     def end_round(self) -> None:
-        """Called at the end of a round. Afterwards all processes run synchronously again."""
+        """Called at the end of a round. Afterwards all processes communicate again."""
 
     @abstractmethod
     def abort(self) -> None:

@@ -89,9 +89,9 @@ class Report(NamedTuple):
 class Part:
     """Sums over the updates of clients whose reported numbers have the same magnitude (base-2 exponent).
 
-    The rule excludes clients with implausible numbers. A sum over all clients would not allow this, because single
-    updates are not stored, so the rule keeps one sum per magnitude and omits whole sums. ``means`` contains the mean
-    for each channel. ``sums`` contains further objects with a Python method ``merge``, by model entry.
+    Single updates are not stored. To exclude clients with implausible numbers, the rule omits the sum for a magnitude.
+    ``means`` maps each channel (tensors in addition to the model) to the mean over clients. ``sums`` maps entry names
+    to further objects of the rule, with a method ``merge``.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)

@@ -22,10 +22,11 @@ _Result = TypeVar("_Result")
 def pass_over_data(
     population: Population, planned: PlannedVisit, function: Callable[[Iterator[Any]], _Result]
 ) -> _Result | None:
-    """Calls ``function`` with the batches of a client's training data, in an order that depends on the visit's seed.
+    """Calls ``function`` once with an iterator over a client's training batches, in an order drawn from a seed.
 
     The pass does not change the random numbers used in training. ``function`` must return ``None`` if no batch had a
-    loss. Then, or if the data cannot be loaded, the reason is stored in ``planned.fault``, and the result is ``None``.
+    loss. In this case, and if the data cannot be loaded, ``planned.fault`` stores the reason, and the result is
+    ``None``.
     """
     faults: list[Exception] = []
     with seeded_generators(), closing(until_fault(population.one_pass(planned.visit, isolated=True), faults)) as data:

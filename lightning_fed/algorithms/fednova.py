@@ -121,7 +121,7 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Simulates an SGD step with gradient 1. Returns the momentum, and all distances from the start."""
+        """Simulates SGD with gradient 1. Returns the momentum, and the distance from the start after each step."""
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length

@@ -29,7 +29,7 @@ class GradientTerm(FederatedCallback):
 
     @property
     def factor(self) -> float:
-        """Factor that multiplies the terms of all parameters."""
+        """Factor for the added terms of all parameters, by default 1."""
         return 1.0
 
     @abstractmethod

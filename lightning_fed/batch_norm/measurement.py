@@ -257,10 +257,10 @@ def _find_first_shift(
 def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]], shifts: Mapping[str, float]) -> None:
     """Decides once per fit whether clients have separate or pooled BatchNorm statistics.
 
-    ``shifts`` maps layers to the share of the inputs' variance that is between clients. The reports from the first
-    round are used, or from the second round if less than half of the first round's cohort reported. At least two
-    clients, and at least ``min_clients`` clients, must report. If rounds have only one report, the latest reports are
-    collected until two clients have reported; the shift then includes the change of the weights between rounds.
+    ``shifts`` maps layers to the share of the inputs' variance that is between clients. Statistics are separate if the
+    first layer's shift is large. The first round decides, or the second if less than half of the first round's cohort
+    reported. At least two clients, and at least ``min_clients`` clients, must report. If rounds have only one report,
+    the latest reports of two clients decide; the shift then includes the change of the weights between rounds.
     """
     cohort = fit.cohort
     is_first, size = not fit.batch_norm.num_measured, len(cohort.visits) + len(cohort.dropped)

@@ -26,7 +26,7 @@ class Traffic(NamedTuple):
     """Traffic of one client in one round for one submodule: tensor elements and bytes.
 
     For earlier rounds, only sums over clients are stored, as client ``"(all)"``. The part ``"(extras)"`` contains a
-    method's extra tensors, and ``"(request)"`` a client's request for rows.
+    method's extra tensors, and ``"(request)"`` a client's request for single rows.
     """
 
     round: int

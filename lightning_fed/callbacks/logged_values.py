@@ -53,7 +53,7 @@ class LogCall:
 
 
 def intercepted(take: Callable[[LogCall], None]) -> Callable[..., None]:
-    """Creates a function to replace ``LightningModule.log`` and ``log_dict``. Every call is passed to ``take``."""
+    """Creates a replacement for ``LightningModule.log`` and ``log_dict``: calls only reach ``take``."""
     return lambda *args, **options: take(LogCall(*args, **options))
 
 

@@ -86,7 +86,7 @@ class LabelDescription(NamedTuple):
     class_colors: tuple[Color, ...] = ()
 
     def is_known(self, callback: str) -> bool:
-        """True if the labels' position in a batch is known; if not, logs why ``callback`` draws nothing."""
+        """True if the labels' position in a batch is known. Otherwise logs a hint: ``callback`` draws no pictures."""
         if self.target is None:
             rank_zero_info(f"{callback} draws no pictures without a fit: pass `{callback}` a `target`.")
         return self.target is not None

@@ -45,7 +45,7 @@ class PackageState:
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs ``lightning-fed doctor`` with the command-line arguments ``args``. Exit status 1 means faults."""
+    """Runs ``lightning-fed doctor`` with the command-line arguments ``args``. Exit status 1 means a failed check."""
     options = _parser().parse_args(args)
     if options.flower is not None:
         _check_flower(options)

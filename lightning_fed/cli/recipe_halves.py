@@ -99,7 +99,7 @@ def _clients_of(recipe: Recipe) -> Sequence[Client]:
 
 
 def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], network: str) -> None:
-    """Writes an app folder with a recipe's server and client programs from ``templates``, which maps paths to files."""
+    """Writes server and client programs for a recipe (YAML). ``templates`` maps each program to a template's file."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     module = name.replace("-", "_")
     if not module.isidentifier():

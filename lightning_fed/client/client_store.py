@@ -42,7 +42,7 @@ class ClientStore(ABC):
 
     @abstractmethod
     def put(self, client: Client, round: int, state: State) -> None:
-        """Stores a client's tensors after a visit in ``round``. An empty state deletes the client."""
+        """Stores a client's tensors after a visit in ``round``. An empty ``state`` deletes the client's tensors."""
 
     @abstractmethod
     def commit(self, round: int, clients: Collection[Client]) -> None:

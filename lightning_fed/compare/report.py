@@ -59,8 +59,8 @@ def summarize(
 
     Args:
         results: Results from :func:`~lightning_fed.compare.run_comparison`.
-        target: Score to reach, as a fraction of the central score for the same seed; ``#R@80%`` counts rounds until
-            0.8. With mode ``"min"``, the score is divided by this number.
+        target: Fraction of the central run's score for the same seed; for 0.8 the column ``#R@80%`` counts the rounds
+            until a run reaches this score. With mode ``"min"``, the central score is divided by ``target``.
         last: Number of final rounds in the mean score.
 
     Example:

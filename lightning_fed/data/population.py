@@ -180,11 +180,11 @@ class Population(ABC):
             _log.warning(text, origin, client, trace)
 
     def is_counted(self, client: Client) -> bool:
-        """True for the only client in a fit if the data have no length. The first pass then counts the examples."""
+        """True if a fit's only client has data without length: the first pass then counts the examples."""
         return False
 
     def gives_all(self, client: Client) -> bool:
-        """True if a pass outside training (:meth:`one_pass`, ``isolated``) contains all examples of the client."""
+        """True if a pass without training (``one_pass(visit, isolated=True)``) contains all examples of the client."""
         return True
 
     def close(self) -> None:  # noqa: B027 - optional

@@ -178,7 +178,7 @@ def _take_share(
 
 
 class VisitCosts:
-    """Seconds per batch in each client's latest visit, to estimate the duration of later visits.
+    """Seconds per batch in each client's latest visit, to estimate later visits. New clients count with the mean.
 
     Example:
         >>> from lightning_fed.server.schedule import Visit

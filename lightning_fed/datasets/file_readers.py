@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str) -> Path:
-    """Returns the file ``data_dir``, or the first candidate in this folder. ``instructions`` are for the error."""
+    """Finds the first candidate in the folder ``data_dir``, or returns ``data_dir`` if this is a candidate file."""
     root = Path(data_dir)
     if root.is_file() and root.name in {Path(candidate).name for candidate in candidates}:
         return root

@@ -42,8 +42,8 @@ def decode_text(codes: Tensor, vocabulary: str) -> str:
 def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, every_step: bool) -> ArrayDataset:
     """Cuts a text into windows, each with the next character as target, without copying the text.
 
-    Windows start at positions from ``first`` to ``end`` (exclusive, at most ``T - length``). Inputs have shape ``(N,
-    length)``, targets ``(N,)`` or, with ``every_step``, ``(N, length)``.
+    The N windows start at positions from ``first`` to ``end`` (exclusive, at most ``len(codes) - length``). Inputs have
+    shape ``(N, length)``, targets ``(N,)`` or, with ``every_step``, ``(N, length)``.
     """
     text = codes[first : end + length]
     inputs, following = (characters.unfold(0, length, stride) for characters in (text[:-1], text[1:]))

@@ -111,7 +111,7 @@ class BatchNormState:
         num_measured: Number of rounds with reported statistics.
         reports: Latest reported statistics by client, until there are enough reports for the decision.
         model_round: Index of the last round with a new global model; -1 before such a round.
-        norm_layers: Names of the layers in training mode; ``None`` before the first round.
+        norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
         served_client: The client whose statistics are in the module, outside visits, or ``None``.
     """
 
@@ -188,19 +188,19 @@ class FederatedFit:
         remote: Connection to clients or server on other machines; ``None`` if server and clients are in this process.
         has_server: Whether the server is in this process.
         trainer: The Trainer; set by ``setup``.
-        policies: Policy by entry name; empty before :meth:`decide_policies`.
+        policies: Policy of each state dict entry (shared, personal or frozen); empty before :meth:`decide_policies`.
         unset: Names of shared buffers with NaN or infinite values at the start, which are frozen; ``None`` before the
             fit.
         is_plain: Whether the fit equals a fit without a federation (one client, an average, kept optimizer state);
-            ``None`` before :meth:`RoundLoop.prepare <lightning_fed.rounds.loop.RoundLoop.prepare>`, or from the
-            checkpoint.
+            before :meth:`RoundLoop.prepare <lightning_fed.rounds.loop.RoundLoop.prepare>` the checkpoint's value, or
+            ``None`` without a checkpoint.
         cohort: The clients in the current or last round.
         rounds: Number of finished rounds.
         number: Number of earlier fits with this Trainer.
         clock: Time limit for visits; ``None`` without a limit.
         limit_visit: Function that returns a context with this time limit.
         synchronisation: Synchronisation of several processes in a round; ``None`` with one process.
-        warned: Subjects of the warnings so far, from :meth:`record_warning`.
+        warned: Subjects passed to :meth:`record_warning` so far.
         changes: Changes to warning filters, generators and the user's objects, reverted by :meth:`close`.
         batch_norm: Treatment of BatchNorm's running statistics.
         fastest: Choice for ``visits="fastest"``: number of simultaneous clients (0 before the choice), and the measured
@@ -250,7 +250,7 @@ class FederatedFit:
 
     @property
     def has_ranks(self) -> bool:
-        """True if several processes train each client together: an error in one process ends the fit."""
+        """True if several processes train each client together. An error in one process then ends the fit."""
         return self.trainer.world_size > 1 and sharing_strategy(self.trainer) is None
 
     @property
@@ -397,7 +397,7 @@ def monitored_names(fit: FederatedFit) -> list[str]:
 
 
 def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
-    """Maps each monitored metric to the kind of BatchNorm statistics in its evaluation, such as ``pooled``."""
+    """Maps each monitored metric to the BatchNorm statistics used for its value, such as ``"pooled"``."""
     of_global = fit.batch_norm.unseen or ("pooled" if fit.batch_norm.is_reported else "model")
     return {
         name: "own" if fit.batch_norm.has_own and name.startswith(("fed/", "client/")) else of_global

@@ -130,9 +130,9 @@ class RoundLog:
     def put(
         self, trainer: L.Trainer, round: int, values: Mapping[str, float], passing: Mapping[str, Iterable[str]] = {}
     ) -> None:
-        """Logs ``values`` by name for a round. ``passing``: names for each source, such as ``"aggregator"``.
+        """Logs ``values`` by name for a round. ``passing`` maps a source, such as ``"aggregator"``, to names.
 
-        Names that the source logged in an earlier round, but not in this round, are removed from the logged metrics.
+        A name that the source logged in an earlier round, but not in this round, is removed from the logged metrics.
         """
         for kind, names in passing.items():
             self._replace(trainer, kind, names)

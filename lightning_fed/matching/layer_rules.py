@@ -67,7 +67,7 @@ def addmm(tracer: Tracer, call: Call) -> Any:
 
 
 def attention(tracer: Tracer, call: Call) -> Any:
-    """Traces neurons through scaled dot-product attention, as two matrix products."""
+    """Traces neurons through scaled dot-product attention: query times key, then the scores times value."""
     query, key, value = (tracer.activation(call.arguments[name]) for name in ("query", "key", "value"))
     if len({len(activation.shape) for activation in (query, key, value)}) > 1 or call.arguments.get("enable_gqa"):
         return tracer.unknown_result(call)

@@ -46,7 +46,7 @@ class StateMatch(NamedTuple):
         groups: Merged permutation groups. :func:`~lightning_fed.matching.resize_module` sets these widths in a module.
         assignments: For each network and group the neurons' indices in the merged network: int64, shape ``(neurons,)``.
         agreement: Fraction of the squared neuron norms that averaging preserves, for each group.
-        seconds: Time for matching each group, without alignment sweeps.
+        seconds: Time for matching each group, without :func:`~lightning_fed.matching.align_networks`.
     """
 
     state: dict[str, Tensor]

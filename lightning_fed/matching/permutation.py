@@ -94,7 +94,7 @@ def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> l
     """Changes the number of neurons in each of a network's permutation groups.
 
     New neurons are placed after the group's existing neurons. Later groups on the same axis (after a concatenation) are
-    shifted. A group with fixed width, or with several blocks, must keep its size.
+    shifted. A group with fixed width, or with several blocks (for a group normalization), must keep its size.
 
     Raises:
         ValueError: If the size of such a group changes, or the number of sizes is wrong.
@@ -278,7 +278,7 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits the columns of ``positions`` into blocks of consecutive numbers, row by row; ``None`` if impossible.
+    """Splits a matrix into blocks of columns, each with consecutive numbers if read row by row; ``None`` if impossible.
 
     Returns for each block the first column, the first number, and the number of columns.
     """

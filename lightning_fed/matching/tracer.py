@@ -27,7 +27,7 @@ Rule: TypeAlias = Callable[["Tracer", "Call"], Any]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One operation in a traced network. Tensors are replaced by traced activations.
+    """One operation in a traced network. Instead of tensors the arguments contain neuron ids.
 
     ``arguments`` contains all arguments by name. ``shapes`` contains the shape of each result, or ``None`` for a result
     that is not a tensor.
@@ -59,7 +59,7 @@ class Call:
         return self.results(*[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes])
 
     def results(self, *activations: TracedActivation | None) -> Any:
-        """Returns traced results in the structure of the operation's return value; ``None`` for a missing result."""
+        """Arranges activations as in the operation's return value, with ``None`` for the results without activation."""
         filled = [*activations, *[None] * (len(self.shapes) - len(activations))]
         return filled if self.has_many else filled[0]
 
@@ -175,7 +175,7 @@ class Tracer:
         return TracedActivation(ids, activation.shape)
 
     def read(self, view: ParameterView, dim: int, ids: Tensor) -> None:
-        """Unites a parameter's input axis with the input neurons ``ids``: a product sums over pairs of both."""
+        """Unites the neuron ids of a parameter's input axis with ``ids``, because a product sums over both together."""
         axis_ids = self.axis(view, dim, "in")
         self.union_find.unite(axis_ids, torch.where(ids == NEUTRAL, PINNED, ids))
 

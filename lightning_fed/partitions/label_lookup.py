@@ -1,4 +1,4 @@
-"""Finds a class label or group for each sample of a data set, if possible without reading the samples."""
+"""Finds each sample's class label or group (such as the writer), if possible without reading the samples."""
 
 from __future__ import annotations
 

@@ -363,7 +363,7 @@ class PrivateSum(Held):
         self.members += other.members
 
     def release(self) -> Sequence[Arrived]:
-        """Returns a single update with the noised mean over the round's clients, also without any client."""
+        """Returns one update: the noised mean over the round's clients, or without clients the noised old model."""
         state = self._step.release(self.total, self.short_count)
         return [(ClientUpdate("sum", 1, state, members=self.members), self._step.state)]
 

@@ -70,7 +70,7 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
 
 
 def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedCallback) -> None:
-    """Refuses simultaneous visits, and callbacks, except ``own`` (the DPSGD callback), with messages without noise."""
+    """Refuses simultaneous visits, and callbacks with messages without noise, except ``own``, the DPSGD callback."""
     if federation.options.visits_at_once is not None:
         raise MisconfigurationException(
             f"`DPSGD` needs clients to train one after another, but got visits={federation.options.visits}."

@@ -135,7 +135,7 @@ class SecureSum(UpdateStep):
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Replaces the client's model by the encoded weighted update. NaN or infinite values raise ``ClientFault``."""
+        """Replaces the client's model by the weighted update in integers. NaN or infinity raise ``ClientFault``."""
         ring = Ring(self.longest_step, int(sent.extras[CLIENTS]), self.max_weight)
         scale = float(sent.extras[SCALE])
         if ring.scale != scale:
@@ -198,7 +198,7 @@ class SecureSum(UpdateStep):
 
 
 class RingSum(Held):
-    """Running sum over the clients' encoded updates, int32, with the list of clients."""
+    """Running sum over the clients' updates (int32, modulo 2^32), and the list of summed clients."""
 
     def __init__(self, step: SecureSum) -> None:
         super().__init__(step)

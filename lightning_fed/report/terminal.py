@@ -1,4 +1,4 @@
-"""Tables for a terminal: Markdown tables without bars, wrapped to the terminal's width."""
+"""Tables for a terminal: converts Markdown tables to aligned columns, wrapped to the terminal's width."""
 
 from __future__ import annotations
 

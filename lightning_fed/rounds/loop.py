@@ -190,7 +190,7 @@ class RoundLoop:
         self.is_attached = True
 
     def prepare(self) -> None:
-        """Decides between a federated fit and a plain fit, equal to training without a federation (a single client).
+        """Decides whether the fit is federated or plain: a plain fit (one client) equals training without a federation.
 
         A federated fit refuses Trainer settings invalid in rounds. A plain fit cannot resume as a federated fit or vice
         versa, because only checkpoints of a plain fit contain optimizer states in Lightning's form.

@@ -222,7 +222,7 @@ class ClientVisit:
 def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None:
     """Continues a visit (``flow``) until the next training step. Returns ``None`` if the visit has ended.
 
-    ``reply`` is the reply to the last :class:`Step`; ``None`` before the first step.
+    ``reply`` is true if the last step returned a loss; ``None`` before the first step.
     """
     try:
         event = flow.send(reply)

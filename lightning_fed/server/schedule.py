@@ -111,12 +111,12 @@ class Availability:
 class Schedule:
     r"""Draws each round's cohort, stragglers, dropouts and seeds.
 
-    Clients are drawn uniformly without replacement: :math:`m = \max(\lceil C K \rceil, 1)` from :math:`K` for a
-    fraction :math:`C` (McMahan et al. 2017). In a cohort with :math:`m` clients,
-    :math:`m - \mathrm{round}(m (1 - \delta))` clients are stragglers: a straggler trains for a number of epochs drawn
-    uniformly from 1 to E - 1 (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, and the
-    published code). With ``local_steps``, the draw is over steps instead of epochs, and if E = 1, over batches. Each
-    drawn client fails to report with probability ``client_dropout``.
+    Clients are drawn uniformly without replacement: :math:`m = \max(\lceil C K \rceil, 1)` from all :math:`K` clients
+    for a fraction :math:`C` (McMahan et al. 2017). With the straggler fraction :math:`\delta`, a cohort with
+    :math:`m` clients has :math:`m - \mathrm{round}(m (1 - \delta))` stragglers, each with a number of epochs drawn
+    uniformly from 1 to ``local_epochs`` - 1 (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020,
+    and the published code). With ``local_steps``, the draw is over steps instead of epochs; with one epoch, over
+    batches. Each drawn client fails to report with probability ``client_dropout``.
 
     Args:
         seed: Seed for the draws, not negative.

@@ -267,7 +267,7 @@ class Server(ServerInterface):
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
         """Returns the broadcast for a client, and remembers the names, shapes and dtypes of a valid update.
 
-        Refuses a request that does not match the model, and a request for rows if the rule does not support rows.
+        Refuses requested rows without counterpart in the model, or if the rule only supports whole entries.
         """
         request = Request(client) if request is None else request
         self.report.up_bytes += message_bytes(request)

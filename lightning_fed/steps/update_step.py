@@ -107,7 +107,7 @@ class UpdateStep(StepCapabilities):
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         """Server side, on receipt: decodes, checks, clips or weights the update.
 
-        If a later step in the chain hides single updates from the server (``reveals``), the client calls this method.
+        If a later step hides single updates from the server (a secure sum, for example), the client runs this method.
 
         Raises:
             BadUpdate: If the update must be excluded.

@@ -35,9 +35,10 @@ Answer: TypeAlias = dict[str, dict[str, list[float]]]
 
 
 def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support: int = 10) -> tuple[Kind, Answer]:
-    """Returns the kind of score, and sums over a site's cases (examples) for each pair of models and each seed.
+    """Returns the kind of score, and for each pair of models and each seed sums over a site's cases (examples).
 
-    The sums are from :func:`paired_sums`, or for areas from :func:`area_sums`; ``"all"`` is for the means over seeds.
+    Scores of single cases are summed by :func:`paired_sums`, areas under the ROC curve (kind ``"areas"``) by
+    :func:`area_sums`. The key ``"all"`` contains the sums for the mean scores over all seeds.
 
     Args:
         runs: Scores by model and seed, in the form of :attr:`SiteScores.scores`. All runs must have equal cases.
@@ -71,7 +72,7 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
 
 
 def estimate(kind: Kind, sums: Sequence[float]) -> tuple[Estimate, int, tuple[float, float]]:
-    """Estimates two models' score difference from sums over cases. Also returns the case count and both scores."""
+    """Estimates two models' score difference from sums over cases. Also returns the number of cases and both scores."""
     if kind == "areas":
         return difference_of_areas(sums), int(sums[0] + sums[1]), (sums[2], sums[3])
     if kind == "replicates":

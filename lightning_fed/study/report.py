@@ -52,7 +52,7 @@ class Study:
 class SiteGain:
     """Gain of ``method`` over ``baseline`` at a site, positive if better. An empty ``site`` stands for all sites.
 
-    ``count`` is the number of cases (for all sites: of sites), ``adjusted`` the p-value with Holm's correction, and
+    ``count`` is the number of cases (of sites, if ``site`` is empty), ``adjusted`` the p-value with Holm's correction, and
     ``detectable`` the smallest true gain with 80 % power.
     """
 

@@ -52,8 +52,8 @@ class SiteStudy(AskableCallback):
     use, ``sites/<client>.md``. A gain is a model's score minus the score of ``"local"``.
 
     With a secure sum the server learns only sums over sites, and writes the mean gain over sites; with central privacy
-    the sites send no sums. A secure sum needs at least five sites: with fewer unknown gains, several different sums
-    determine each gain.
+    the sites send no sums. A secure sum needs at least five sites: with fewer sites, the server could compute each
+    site's gain from several different sums.
 
     For ``"local"``, train with ``personal=["*"]``: each site trains and keeps a separate model.
 

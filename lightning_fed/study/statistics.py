@@ -38,7 +38,7 @@ class Estimate:
     degrees: Floats
 
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Lower and upper bounds for the differences at a confidence level."""
+        """Lower and upper bound of the confidence interval for each difference."""
         half = self._quantile((1 + level) / 2) * np.sqrt(self.variance)
         return self.value - half, self.value + half
 

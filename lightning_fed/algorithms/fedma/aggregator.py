@@ -68,8 +68,8 @@ class FedMA(Aggregator):
 
     Args:
         mode: ``"grow"`` (as in the paper) adds unmatched neurons; ``"permute"`` matches neurons one to one and
-            preserves widths; ``"none"`` averages without matching. With ``"grow"``, groups of fixed width are still
-            matched one to one.
+            preserves widths; ``"none"`` averages without matching. With ``"grow"``, neuron groups of fixed width
+            are still matched one to one.
         stages: ``"auto"``; an integer, the maximum number of stages (1: all layers in one round); or a list with
             patterns for entry names, per stage.
         last_layer: Weights for the mean of output layers: class shares (``"class"``) or numbers of examples
@@ -188,7 +188,7 @@ class FedMA(Aggregator):
 
     @property
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:
-        """The stage (set of layers) matched in this round, and the unfinished pass over all stages, or ``None``."""
+        """Stage (set of layers) matched in this round, and the pass over all stages; ``None`` if no pass continues."""
         current = self._open_pass
         if current is None or current.round != self._info.round:
             return None
@@ -245,7 +245,7 @@ class FedMA(Aggregator):
         return Broadcast(self._info.round, state, extras)
 
     def expected(self, broadcast: Broadcast) -> State:
-        """Returns an update's expected entries: the next stage to match, with the client's layer widths."""
+        """Returns an update's expected entries: the next stage (set of layers), with the client's layer widths."""
         current = self._pass(self._info.round)
         entries = self._resized_entries(current)
         return {name: entries[name] for name in self._stages[current.stage].entries}

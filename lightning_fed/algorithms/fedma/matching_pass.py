@@ -68,7 +68,7 @@ class MatchingPass:
         )
 
     def complete(self) -> MatchingPass:
-        """Ends a matching pass: only hashes of the matched entries remain. The global model contains the values."""
+        """Ends a matching pass: replaces matched entries by hashes, because the global model contains the values."""
         hashes = {name: tensor_hash(value) for name, value in self.matched_state.items()}
         return replace(self, matched_state={}, hashes=hashes)
 
@@ -84,7 +84,7 @@ def tensor_hash(value: Tensor) -> int:
 
 
 def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
-    """Selects the global neuron counts by permutation group from a message's or a client's named tensors."""
+    """Reads each permutation group's number of global neurons from named tensors, in a message or on a client."""
     return {name: int(width) for name, width in without_prefix(values, WIDTH).items()}
 
 

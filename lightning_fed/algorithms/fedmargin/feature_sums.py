@@ -87,7 +87,7 @@ def measure_feature_sums(
     """Sums a model's feature vectors for each class in one pass over the data, without effect on training.
 
     Each ``training_step`` is interrupted after the feature layer. A batch is skipped if ``training_step`` returns
-    ``None`` before.
+    ``None`` before this layer.
     """
     step, sums = forward_step(module), FeatureSums(options)
     assert step is not None

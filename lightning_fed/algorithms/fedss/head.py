@@ -137,7 +137,8 @@ class SampledSoftmaxHead(LogitsLayer):
 
         Args:
             target: The batch's class labels, integers, all among the client's classes. Negative labels do not change.
-            columns: Rows of the layer's weight used for the batch's logits, int64, increasing, including all positives.
+            columns: Rows of the layer's weight for the batch's logits, int64, increasing, including all positives (the
+                client's own classes); by default all rows.
         """
         if self._held is None:
             raise RuntimeError(

@@ -92,7 +92,7 @@ class Steps:
     def by_coordinate(
         self, combine: Callable[[Tensor], tuple[Tensor, Tensor]], chosen: Tensor | None = None
     ) -> tuple[State, Tensor]:
-        """Combines updates coordinate by coordinate. Returns a new state, and each update's share of used values.
+        """Combines updates coordinate by coordinate. Returns a new state, and the fraction of values used per update.
 
         Args:
             combine: Maps n updates at k coordinates, shape ``(n, k)``, to the combined values, shape ``(k,)``, and for

@@ -56,7 +56,7 @@ class _Share:
 
 
 def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
-    """Resumes ``flow``, a callback's ``share_round``, with one value per process. Allows only one ``yield``."""
+    """Sends the values of all processes to ``flow``, a callback's generator. A second ``yield`` is an error."""
     with suppress(StopIteration):
         flow.send(values)
         raise RuntimeError(
@@ -210,7 +210,7 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
 
     Raises:
         MisconfigurationException: If other processes cannot read the client store, if a callback saves checkpoints
-            within a round, or if a callback collects updates without ``share_round``.
+            within a round, or if a callback collects updates without ``share_round``, a hook for exchanging values.
     """
     if type(store).share is ClientStore.share:
         raise MisconfigurationException(
@@ -238,7 +238,7 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
 
 
 def shares_notes(callback: FederatedCallback) -> bool:
-    """True if a callback exchanges values between processes: ``share_round`` or ``shared_attribute`` is defined."""
+    """True if a callback exchanges values between processes, by ``share_round`` or by ``shared_attribute``."""
     return hasattr(callback, "shared_attribute") or is_overridden("share_round", callback, FederatedCallback)
 
 

@@ -99,7 +99,7 @@ class KeepRounds(FederatedCallback):
         self._last_validation = trainer.current_epoch
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Writes the round's record after the validation. Deletes the oldest updates and models above ``max_bytes``."""
+        """Writes a round's record after validation. Deletes the oldest updates and models if above ``max_bytes``."""
         if not self._record:
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -457,7 +457,7 @@ def _exclude(server: ServerInterface, client: Client, answer: _Reply, otherwise:
 
 
 def read_answer(reply: Packet | str, client: Client, model: State) -> _Reply:
-    """Reads a client's reply: a request, an update with report, or a fault. An unreadable reply gives a fault."""
+    """Reads a client's reply: a request for a broadcast, an update, or a fault (also for an unreadable reply)."""
     if isinstance(reply, str):
         return Fault(client, reply)
     try:

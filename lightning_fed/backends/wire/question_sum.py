@@ -41,8 +41,7 @@ def ask_sum(
     """Sums the clients' answers to a question securely. Yields missing clients with reasons, and finally the sum.
 
     ``ask`` sends the question to the clients of the secure sum, and yields masked answers. The sum is a
-    ``ClientUpdate``; ``members`` contains the summed clients. ``server.report`` must be separate from the round's
-    report.
+    ``ClientUpdate``; the attribute ``members`` lists the summed clients. The function overwrites ``server.report``.
     """
     step = next(step for step in server.chain.steps if isinstance(step, SecureSum))
     server.report.round, server.report.failed = _ROUND, {}

@@ -39,10 +39,10 @@ _TEXT = 2**12, 2**8  # characters in a reply: constant part, and per row
 class SumRequest:
     """Server's request to a client for one step of a secure sum.
 
-    Values of ``stage``: publish keys (``"keys"``); share secrets among ``peers`` (``"shares"``); open shares encrypted
-    by ``peers`` (``"open"``); release shares for ``peers``, to unmask the sum of the remaining clients (``"unmask"``;
-    ``survivors`` marks these peers). ``least`` is the number of shares needed to restore a secret. ``rows`` contains
-    one byte string per peer: published keys (``"shares"``), or the share encrypted for the client (``"open"``).
+    Values of ``stage``: publish keys (``"keys"``); split the client's secrets into shares for ``peers`` (``"shares"``);
+    decrypt the shares received from ``peers`` (``"open"``); send one share per peer to the server, which then removes
+    all masks from the sum (``"unmask"``; ``survivors`` marks the summed peers). ``least`` shares restore a secret.
+    ``rows`` contains one byte string per peer: public keys (``"shares"``), or the peer's encrypted share (``"open"``).
     """
 
     stage: Stage

@@ -65,7 +65,7 @@ def find_public_reason(error: Exception) -> str:
 class RemoteServer(ServerInterface):
     """Connection of a client to the server, for one broadcast and one update.
 
-    ``fault`` is the reason for a missing update, and ``asked`` is the hash of the client's request in this visit.
+    ``fault`` is the reason for a missing update. ``asked`` is the hash of the request answered by the broadcast.
     """
 
     def __init__(self, server: ServerInterface, broadcast: Broadcast, asked: str) -> None:
@@ -86,7 +86,7 @@ class RemoteServer(ServerInterface):
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
         """Returns the broadcast received from the server.
 
-        Raises ``ClientFault`` if the message contains NaN or infinite values, or does not match the request.
+        Raises ``ClientFault`` if the message contains NaN or infinite values, or answers another request.
         """
         request = Request(client) if request is None else request
         if self._asked and digest_request(request) != self._asked:

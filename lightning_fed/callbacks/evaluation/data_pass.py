@@ -78,8 +78,8 @@ def evaluate_data(
 ) -> EvaluationReport:
     """Runs the module's step and hooks over data like Lightning's evaluation, without callbacks and loggers.
 
-    Afterwards metrics, training modes and logs are restored. Unless ``keeps``, parameters and buffers are also
-    restored. ``pool`` is the group of processes, if several processes share the data. ``limit`` is the number or
+    Afterwards metrics, training modes and logs are restored. Parameters and buffers are also restored, except with
+    ``keeps``. ``pool`` is the group of processes, if several processes share the data. ``limit`` is the number or
     fraction of batches per dataloader, by default the Trainer's.
     """
     limit = limit_of(trainer, stage) if limit is None else limit
@@ -212,7 +212,7 @@ def _values_with_history(
     keeps: bool,
     metrics: Sequence[Metric],
 ) -> set[str]:
-    """Finds logged values that depend on earlier epochs, by repeating the epoch-end hook with changed inputs."""
+    """Finds logged values that depend on earlier epochs: changes stored numbers and repeats the epoch-end hook."""
     names = _written_numbers(module)
     if not metrics and not names:
         return set()
@@ -320,8 +320,8 @@ def _run_end(
     """Computes metrics and runs the epoch-end hook, with the merged states of several reports.
 
     ``attributes`` are set on the module before the hook, and read again afterwards. If the hook raises an error, the
-    values logged before the error are used. If ``wanted``, the names of required values, is empty and ``is_muted``, the
-    hook does not run.
+    values logged before the error are used. ``wanted`` contains the names of required values: with ``is_muted`` (no
+    loggers) and without required values the hook does not run.
     """
     if is_muted and not wanted:
         return {}
@@ -389,7 +389,7 @@ def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
 
 
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
-    """Returns the clients' values for a log name; weights per example are at most 100 times the median over clients."""
+    """Returns the clients' values for a log name. A weight per example is limited to 100 times the clients' median."""
     logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
     heaviest = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
     return [value.limited(heaviest * count) for value, count in logged]

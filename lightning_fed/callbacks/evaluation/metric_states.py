@@ -227,7 +227,7 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
-    """Context that appends a metric to ``updated`` if the metric is updated before a reset."""
+    """Context that appends a metric to ``updated`` at the first update, unless the metric was reset before."""
     fresh: list[Metric] = []
     unused = [metric for metric in metrics if holds_states(metric) and not metric.update_called]
 
@@ -436,7 +436,7 @@ def check_state(metric: Metric, state: MetricState) -> None:
 
 
 def share_of_cases(metric: Metric | None, state: MetricState | None, cases: int) -> float | None:
-    """Fraction of correct cases in the state of an accuracy; ``None`` unless the state counts each case once."""
+    """Fraction of correct cases, from an accuracy's state; ``None`` for other metrics, or if a case counts twice."""
     is_binary = isinstance(metric, BinaryAccuracy)
     if state is None or not (is_binary or (isinstance(metric, MulticlassAccuracy) and metric.average == "micro")):
         return None
