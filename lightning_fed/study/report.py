@@ -52,8 +52,8 @@ class Study:
 class SiteGain:
     """Gain of ``method`` over ``baseline`` at a site, positive if better. An empty ``site`` stands for all sites.
 
-    ``count`` is the number of cases (of sites, if ``site`` is empty), ``adjusted`` the p-value with Holm's correction, and
-    ``detectable`` the smallest true gain with 80 % power.
+    ``count`` is the number of cases (of sites, if ``site`` is empty), ``adjusted`` the p-value with Holm's correction,
+    and ``detectable`` the smallest true gain with 80 % power.
     """
 
     site: str
