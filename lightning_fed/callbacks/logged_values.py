@@ -53,7 +53,7 @@ class LogCall:
 
 
 def intercepted(take: Callable[[LogCall], None]) -> Callable[..., None]:
-    """Creates a replacement for ``LightningModule.log`` and ``log_dict``: calls only reach ``take``."""
+    """Creates a replacement for ``LightningModule.log`` and ``log_dict``: calls ``take`` and logs nothing."""
     return lambda *args, **options: take(LogCall(*args, **options))
 
 

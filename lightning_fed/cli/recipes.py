@@ -45,7 +45,7 @@ def split_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def split_model_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Splits a command line into arguments for the command, and ``MODEL_OPTIONS`` with their values.
+    """Splits a command line into arguments for the command, and options for model and data (``MODEL_OPTIONS``).
 
     Example:
         >>> split_model_options(["a.ckpt", "--model.width", "5", "--data=Shapes", "--num_batches", "2"])

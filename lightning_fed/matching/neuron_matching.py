@@ -402,11 +402,11 @@ def _maximise_likelihood(
     is_noise_known: bool,
     is_prior_known: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Estimates noise and prior variance of a block of weights by expectation maximization over global neurons.
+    """Estimates the clients' noise variances and the prior variance for some weights by expectation maximization.
 
     ``products``, shape ``(L, J, J)``, contains for each of L global neurons the inner products between the neurons of J
     clients, after subtracting the prior mean. The products of missing neurons are 0. ``owned``, shape ``(L, J)``, marks
-    existing neurons. ``noise`` contains the clients' variances, shape ``(J,)``. Known variances do not change.
+    existing neurons. ``noise``, shape ``(J,)``, and ``prior`` are initial values, or final values if known.
     """
     squares = products.diagonal(dim1=1, dim2=2)
     least = _LEAST_SHARE * squares.sum() / (owned.sum() * size)

@@ -75,7 +75,7 @@ class _Account:
         return _Account(self.num_samples, self.batch_size, steps, steps)
 
     def after(self, other: _Account) -> _Account:
-        """Adds the steps of a later visit to this account. The larger sampling probability applies to all steps."""
+        """Adds the steps of a later visit to this account. All steps count with the larger sampling probability."""
         return _Account(
             min(self.num_samples, other.num_samples),
             max(self.batch_size, other.batch_size),

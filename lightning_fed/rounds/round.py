@@ -252,7 +252,7 @@ class Round:
     # At any time
 
     def abandon(self) -> None:
-        """Ends the round without an aggregate, and restores the initial global model, except with a single client."""
+        """Ends the round without an aggregate, and restores the initial global model (except in a plain fit)."""
         if self._check is not None:
             self._check.stop()
         self.driver.close()

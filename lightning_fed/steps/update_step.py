@@ -38,7 +38,7 @@ class Held(ABC):
 
     @abstractmethod
     def release(self) -> Sequence[Arrived]:
-        """Validates and returns the round's stored updates after the last visit."""
+        """Returns the updates for the rule after the last visit: the stored updates, or one sum of all."""
 
 
 class StepCapabilities:

@@ -75,7 +75,7 @@ class Steps:
 
     @torch.no_grad()
     def mean(self, weights: Tensor, plus: tuple[float, State] | None = None) -> State:
-        """Adds the weighted sum of the updates, and of the pair ``plus`` (weight, update), to the global model."""
+        """Adds a weighted sum of updates to the global model. ``plus`` is a further pair of weight and update."""
         global_weight = float(_global_weight(weights))
 
         def combine(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:

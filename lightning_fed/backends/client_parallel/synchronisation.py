@@ -238,7 +238,7 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
 
 
 def shares_notes(callback: FederatedCallback) -> bool:
-    """True if a callback exchanges values between processes, by ``share_round`` or by ``shared_attribute``."""
+    """True if a callback exchanges values between processes, with ``share_round`` or ``shared_attribute`` defined."""
     return hasattr(callback, "shared_attribute") or is_overridden("share_round", callback, FederatedCallback)
 
 

@@ -143,7 +143,7 @@ class SiteGate:
     def _judge(
         self, policy: SitePolicy, record: Record, order: Order, reply: Packet | Refusal | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Checks an answer by the site policy. Returns the policy values that allow the answer, and all names."""
+        """Checks an answer by the site policy. Returns matched values of the policy, and the names in the answer."""
         if isinstance(reply, Refusal):
             raise reply
         if reply is not None and find_kind(reply.text) == "fault":
