@@ -1,6 +1,6 @@
 """Attacks with knowledge of all honest updates in a round.
 
-These attacks are a worst case. In a simulation the server executes the attack, as the outermost update step.
+These attacks are a worst case. In a simulation the server executes the attack, as the first update step after receipt.
 """
 
 from __future__ import annotations

@@ -505,7 +505,7 @@ class Federation(TrainerCallback):
         self.round_log.show(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Restores the last complete global model in the module, and adds the interrupted visit to the exception."""
+        """Restores the last complete global model, and adds a note on the interrupted visit to the exception."""
         try:
             if self.current_visit is not None:
                 exception.add_note(describe_visit(exception, self.current_visit))

@@ -183,7 +183,7 @@ class LocalModel:
     def find_personal_fault(self, client: Client) -> str | None:
         """Describes the first personal entry that changed shape or dtype, or became implausible, in a visit.
 
-        Entries with implausible values before the visit are accepted.
+        Implausible values are NaN, infinite or extreme; such entries are accepted if implausible before the visit.
         """
         if not self.personal:
             return None

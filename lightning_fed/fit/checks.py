@@ -268,7 +268,7 @@ def check_model(state: Mapping[str, Tensor]) -> None:
 
 
 def check_option(name: str, then: str, now: str) -> None:
-    """Raises an error if option ``name`` changed between the checkpoint (``then``, ``""`` if unknown) and now."""
+    """Raises an error if the option ``name`` differs from the checkpoint's value ``then`` (``""`` if unknown)."""
     if then and then != now:
         raise ValueError(
             f"Expected `{name}` to be {then}, as in the checkpoint, but got {now}: resume with the same value, or "

@@ -49,7 +49,7 @@ class PermutationCheck:
         return _find_failing(list(groups), self._is_variant)
 
     def find_fixed_width(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """Finds growable permutation groups in which additional neurons fail or change the network's outputs."""
+        """Finds growable permutation groups in which additional neurons cause an error or change the outputs."""
         growable = [group for group in groups if group.is_growable]
         return _find_failing(growable, lambda growing: self._has_fixed_width(groups, growing))
 

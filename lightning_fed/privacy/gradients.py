@@ -172,7 +172,6 @@ def of_samples(samples: Tensor) -> Gradients:
 
 
 def _rule(layer: nn.Module, inputs: Tensor, signal: Tensor, is_only: bool) -> dict[nn.Parameter, Gradients] | None:
-    """Returns the per-example gradients of a linear, convolution or embedding layer; ``None`` for other layers."""
     kind, weight, bias = type(layer), cast(Any, getattr(layer, "weight", None)), getattr(layer, "bias", None)
     is_convolution = kind in _CONVOLUTIONS and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     if not is_convolution and kind not in (nn.Embedding, nn.Linear):

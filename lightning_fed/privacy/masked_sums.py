@@ -1,4 +1,4 @@
-"""Sums over masked numbers: an interface, and fixed-point numbers modulo 2^256 for values with very different sizes."""
+"""Sums of numbers hidden by random masks: an interface, and fixed-point numbers modulo 2^256."""
 
 from __future__ import annotations
 

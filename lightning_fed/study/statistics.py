@@ -65,7 +65,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RandomEffects(Estimate):
-    """Mean difference over sites, with Cochran's Q, the variance between sites, and this variance's share (I^2)."""
+    """Mean difference over sites, Cochran's Q, the variance between sites, and its share in all variance (I^2)."""
 
     fixed: Floats
     q: Floats

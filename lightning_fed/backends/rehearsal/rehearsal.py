@@ -1,4 +1,4 @@
-"""Rehearsal of a deployment: runs the real server and clients in virtual time, and checks all invariants."""
+"""Rehearsal of a deployment: runs the real server and clients in virtual time, and checks models and messages."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class HalvesMismatch(ValueError):
 
 
 def find_public_reason(error: Exception) -> str:
-    """Describes an exception for the server, in general only by class, because the text may contain file names."""
+    """Describes an exception for the server: usually only the class, because the text may contain file names."""
     if isinstance(error, HalvesMismatch):
         return str(error)
     return f"the client's program raised {type(error).__name__}; see the client's log"
