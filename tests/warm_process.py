@@ -19,6 +19,8 @@ CAN_FORK = "forkserver" in multiprocessing.get_all_start_methods()
 PROCESSES = multiprocessing.get_context("forkserver" if CAN_FORK else "spawn")
 # The last two modules import the tests' models and Flower: 1.3 seconds in each process otherwise.
 PRELOADED = ["tests.warm_imports", "tests.resume_script", "tests.backends.ddp.sites"]
+if CAN_FORK:
+    PROCESSES.set_forkserver_preload(PRELOADED)  # for tests that use `PROCESSES` without `start`
 
 
 @dataclass
