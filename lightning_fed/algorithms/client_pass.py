@@ -25,8 +25,7 @@ def pass_over_data(
     """Calls ``function`` once with an iterator over a client's training batches, in an order drawn from a seed.
 
     The pass does not change the random numbers used in training. ``function`` must return ``None`` if no batch had a
-    loss. In this case, and if the data cannot be loaded, ``planned.fault`` stores the reason, and the result is
-    ``None``.
+    loss. In this case, and for unreadable data, ``planned.fault`` stores the reason, and the result is ``None``.
     """
     faults: list[Exception] = []
     with seeded_generators(), closing(until_fault(population.one_pass(planned.visit, isolated=True), faults)) as data:

@@ -143,8 +143,7 @@ class Chain:
     ) -> None:
         """Decodes an update. The result goes to the rule, or to a step with storage for the round's updates.
 
-        ``inspect`` is called with the decoded update and ``sent``, the broadcast state. Raises ``BadUpdate`` for an
-        invalid update.
+        ``inspect`` receives the decoded update and ``sent``, the broadcast. Raises ``BadUpdate`` for an invalid update.
         """
         self._pass(update, sent, len(self.steps), inspect)
 
