@@ -4,7 +4,7 @@
 
 Model, data and options follow `lightning-fed demo`, with a fifth of every client's images held out. The picture shows
 one held-out image per client: the image with the median number of correct pixels. The dashed line is the score after
-central training on the clients' pooled data, with the same number of training steps.
+central training on the clients' pooled data, with about the same number of training steps.
 """
 
 from pathlib import Path
