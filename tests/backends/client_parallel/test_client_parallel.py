@@ -26,13 +26,13 @@ pytestmark = [
 # One process and two processes return equal results.
 ALIKE = [
     "schedulers", "personal-in-folder", "sampled-classes", "by-batches", "nobody", "faults", "own-rule",
-    "own-statistics", "private-examples", "one-client",
+    "own-statistics", "private-examples", "talkative",
 ]  # fmt: skip
 SLOW = [
     "margins-in-memory", "centers", "skipping", "limits", "matched", "second-door", "control-variates", "own-models",
     "evaluated", "batch-norm-average", "personal-batch-norm-in-folder", "margins-in-folder", "server-momentum",
     "partition", "federated-trainer", "saved-after-validation", "fixed-batch-norm", "personal-in-memory",
-    "corrected-gradients", "server-moments", "talkative", "three-clients", "switched", "counted", "spread-out",
+    "corrected-gradients", "server-moments", "one-client", "three-clients", "switched", "counted", "spread-out",
     "evaluated-locally", "noisy", "four-rounds", "local-batch-norm-in-folder", "regularizers", "two-optimizers",
     "fused-features", "compressed-down", "averages-of-weights", "max-steps",
 ]  # fmt: skip
