@@ -141,10 +141,9 @@ def _work(pipe: Connection, variables: dict[str, str], arguments: bytes, serve: 
     os.environ.clear()  # the server of the forks has older variables
     os.environ.update(variables)
     answer = serve(pickle.loads(arguments))
-    is_first = variables["RANK"] == "0"
 
     def judge(names: Sequence[str]) -> None:
-        if is_first:
+        if variables["RANK"] == "0":
             pipe.send_bytes(pickle.dumps(("entries", list(names))))
             pipe.recv_bytes()
 

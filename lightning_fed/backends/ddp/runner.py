@@ -65,10 +65,11 @@ def _select_devices(trainer: Mapping[str, Any]) -> L.Trainer:
             f"Expected num_nodes=1, because the processes of a client run on one machine, but got {probe.num_nodes}: "
             "let each machine be a client."
         )
-    if probe.world_size > 1 and not isinstance(probe.strategy, DDPStrategy):
+    starts_script = hasattr(probe.strategy.launcher, "cluster_environment")  # unlike "ddp_spawn" and "ddp_notebook"
+    if probe.world_size > 1 and not (starts_script and isinstance(probe.strategy, DDPStrategy)):
         raise MisconfigurationException(
             "Expected strategy='ddp' for a client with several devices, but got "
-            f"{type(probe.strategy).__name__}: set strategy='ddp' or devices=1."
+            f"strategy={trainer.get('strategy', 'auto')!r}: set strategy='ddp' or devices=1."
         )
     if trainer.get("sync_batchnorm") and probe.world_size > 1 and probe.strategy.root_device.type == "cpu":
         raise MisconfigurationException(
@@ -137,8 +138,7 @@ class RankRunner(ClientRunner):
         super().__init__(federation, model, data, _without_strategy(trainer), **options)
         plugins = trainer.get("plugins", [])
         plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
-        own = {"strategy": "ddp", **trainer, "plugins": [*plugins, LightningEnvironment()]}
-        self._options |= own
+        self._options |= {"strategy": "ddp", **trainer, "plugins": [*plugins, LightningEnvironment()]}
         self.rank, self._size = current_rank()
         if self.rank:
             self.store_kind = _ReadStore

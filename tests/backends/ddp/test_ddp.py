@@ -139,7 +139,8 @@ def test_a_secure_sum_has_each_site_once(federated_trainer, tmp_path):
     ("trainer", "callbacks", "text"),
     [
         ({"num_nodes": 2, "strategy": "ddp"}, [], "num_nodes=1, because the processes of a client run on one machine"),
-        ({"strategy": "ddp_spawn", "plugins": []}, [lambda: None], "Define functions and classes at the top"),
+        ({"strategy": "ddp", "plugins": []}, [lambda: None], "Define functions and classes at the top"),
+        ({"strategy": "ddp_spawn"}, [], "Expected strategy='ddp' for .* but got strategy='ddp_spawn'"),
         ({"strategy": "fsdp", "accelerator": "cpu"}, [], "."),
         ({}, [ClassPrototypes()], "`ClassPrototypes` works inside visits"),
         ({"strategy": "ddp", "sync_batchnorm": True}, [], "Expected sync_batchnorm=False on CPUs"),
