@@ -39,7 +39,7 @@ def test_a_wrong_group_is_caught(which, is_blank):
         module[1].reset_running_stats()
         example = torch.zeros_like(example)
     wrong = list(wrong_groups(module))[which]
-    with pytest.warns(UserWarning, match=f"permutations change the module's outputs: {wrong.name}"):
+    with pytest.warns(UserWarning, match=f"permutations change the module's outputs: {wrong.name!r}"):
         groups = PermutationGroups.of(module, example, extra_groups=[wrong])
     assert wrong.name not in groups.names
     assert set(groups.names) == ({"0", "3"} if which == 2 else {"3"} if which == 0 else set())
@@ -51,7 +51,7 @@ def test_several_wrong_groups_are_caught_and_the_good_ones_stay():
     wrong = [
         PermutationGroup.over(state, {(f"{layer}.weight", 0): "out"}, len(state[f"{layer}.weight"])) for layer in (0, 7)
     ]
-    with pytest.warns(UserWarning, match="change the module's outputs: 0, 7"):
+    with pytest.warns(UserWarning, match="change the module's outputs: '0', '7'"):
         groups = PermutationGroups.of(module, example, extra_groups=wrong)
     assert sorted(groups.sizes.values()) == [64, 128, 256, 256, 512, 512]
 
@@ -61,7 +61,7 @@ def test_a_wrong_rule_is_caught(monkeypatch):
     module, example = build(lambda: (Residual(), torch.randn(3, 5)))
     assert PermutationGroups.of(module, example).sizes == {"first": 8, "last": 6}
     monkeypatch.setitem(RULES, "add", lambda tracer, call: call.args[0])
-    with pytest.warns(UserWarning, match="change the module's outputs: first, second"):
+    with pytest.warns(UserWarning, match="change the module's outputs: 'first', 'second'"):
         groups = PermutationGroups.of(module, example)
     assert groups.sizes == {"last": 6}
 
@@ -108,7 +108,7 @@ def test_a_module_that_computes_nothing_finite_has_no_groups():
         def forward(self, inputs):
             return self.second(self.first(inputs)) / 0
 
-    with pytest.warns(UserWarning, match="permutations change the module's outputs: first"):
+    with pytest.warns(UserWarning, match="permutations change the module's outputs: 'first'"):
         assert len(PermutationGroups.of(*build(lambda: (Net(), torch.randn(3, 5))))) == 0
 
 
@@ -124,7 +124,7 @@ def test_a_module_with_its_type_written_into_it_is_tried_in_float32():
     module, example = build(lambda: (Net(), torch.randn(3, 5)))
     assert PermutationGroups.of(module, example).sizes == {"first": 8}
     wrong = PermutationGroup.over(module.state_dict(), {("first.weight", 0): "out"}, 8)
-    with pytest.warns(UserWarning, match="change the module's outputs: first"):
+    with pytest.warns(UserWarning, match="change the module's outputs: 'first'"):
         PermutationGroups.of(module, example, extra_groups=[wrong])
 
 

@@ -926,7 +926,7 @@ def test_features_that_are_not_used(federated_trainer):
             self.spare = nn.Linear(8, 3)
 
     data = models.as_datasets(models.vectors(TWO))
-    for passes, reason in {"exact": "did not run", "online": "ran in 0 of 5"}.items():
+    for passes, reason in {"exact": "did not run", "online": "ran in 0 of 5 batches"}.items():
         with pytest.raises(ValueError, match=f"but the output of 'spare' {reason}: name another `layer`"):
             sent(federated_trainer, ClassPrototypes("spare", passes=passes), Idle(), data)
 
