@@ -99,8 +99,7 @@ class DistributedRunner(ClientRunner):
         gpu = probe.strategy.root_device.index
         devices = 1 if gpu is None else [gpu]  # the first selected GPU, not the machine's first
         super().__init__(federation, model, data, {**_without_strategy(trainer), "devices": devices}, **options)
-        steps = federation.server.chain.callbacks()
-        for callback in (*federation.method.callbacks, *steps, *self._callbacks):
+        for callback in (*federation.method.callbacks, *federation.server.chain.callbacks(), *self._callbacks):
             _check_callback(callback)
         self._processes = Processes(
             probe.world_size, as_bytes((federation, model, data, trainer, options)), answer_visit
