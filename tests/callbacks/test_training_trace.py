@@ -123,7 +123,7 @@ def test_a_teachers_head_is_an_error(federated_trainer, kind):
 def test_a_fused_teacher_is_an_error(federated_trainer):
     """Only the optimizers reveal an untrained teacher, and are created after the fusion."""
     trainer = federated_trainer(max_rounds=1, partition=IID(2), method=FedFusion("multi", at="teacher.1"))
-    with pytest.raises(MisconfigurationException, match=r"output of 'teacher.1', but no optimizer has a parameter of these layers"):
+    with pytest.raises(MisconfigurationException, match=r"'teacher.1', but no optimizer has a parameter of these"):
         trainer.fit(Distilled("not optimized"), data())
 
 
