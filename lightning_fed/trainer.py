@@ -74,9 +74,9 @@ class FederatedTrainer(L.Trainer):
             kwargs["devices"] = 1  # Lightning would start a process for every device
         for name in kwargs:
             try:
-                check_option("argument of FederatedTrainer", name, list(inspect.signature(FederatedTrainer).parameters))
+                check_option("argument", name, list(inspect.signature(FederatedTrainer).parameters))
             except ValueError as error:
-                raise TypeError(str(error)) from None
+                raise TypeError(f"__init__() got an unexpected keyword argument {name!r}. {error}") from None
         self.federation = federation
         callbacks = kwargs.pop("callbacks", None) or []
         callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
