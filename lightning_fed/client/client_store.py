@@ -185,14 +185,15 @@ class FolderStore(ClientStore):
         versions = self._versions(client)
         run_paths = {path for _, path in versions}
         path = folder / f"{round:08d}.safetensors"
+        for stale in folder.glob("*.safetensors"):
+            # Version from the run before this run resumed at an earlier round. The deletion comes before the write:
+            # otherwise each kill between write and deletion would add a file.
+            if stale not in run_paths and stale != path and _is_number(stale.stem):
+                stale.unlink(missing_ok=True)
         with atomic_write(path, f"-{self._rank}.partial") as partial:  # every process deletes callback memories
             # Copies, because safetensors refuses tensors that share memory.
             copies = {name: value.contiguous().cpu() for name, value in copy_state(state).items()}
             save_file(copies, partial, metadata={_DIGEST: digest(copies)})
-        for stale in folder.glob("*.safetensors"):
-            # Version from the run before this run resumed at an earlier round.
-            if stale not in run_paths and stale != path and _is_number(stale.stem):
-                stale.unlink(missing_ok=True)
         # No checkpoint needs the versions between the last checkpoint and the previous version.
         between = [old for version, old in versions if self._last_checkpoint <= version < round]
         for old in () if self.keep_all else between[:-1]:

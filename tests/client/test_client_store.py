@@ -247,6 +247,23 @@ def files(folder, client="s-a"):
     return sorted(path.name for path in (folder / "run-0" / client).iterdir())
 
 
+def test_kills_after_the_write_add_no_files(tmp_path, monkeypatch):
+    store = FolderStore(tmp_path)
+    store.put("a", 0, value(0))
+    state = store.checkpoint(1)
+
+    def kill(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_fed.atomic_files.sync_folder", kill)
+    for round in (1, 2, 3):
+        store = FolderStore(tmp_path)
+        store.restore(1, state)
+        with pytest.raises(KeyboardInterrupt):
+            store.put("a", round, value(round))
+        assert files(tmp_path) == ["00000000.safetensors", f"{round:08d}.safetensors"]
+
+
 def test_names_stay_in_the_folder(tmp_path):
     store = FolderStore(tmp_path / "clients")
     for client in NAMES:
