@@ -196,8 +196,7 @@ class ClientRunner:
         examples, seconds = update.num_samples, time.monotonic() - start
         store = FolderStore(self._store / run, keep_all=True)
         if train_request.needed:
-            # A newer version, from a visit without a used update, must not replace the version in use.
-            store.prune(client, min(train_request.needed, train_request.kept + 1))
+            store.prune(client, train_request.needed)
         keeps = store.newest(client) == round
         if self._summed is not None:
             assert train_request.peers is not None

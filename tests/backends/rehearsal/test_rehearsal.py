@@ -29,7 +29,6 @@ from tests.recorders import assert_same
 PLANS = build_plans()
 SEEDS = [
     *((name, 1) for name in PLANS),
-    ("rough", 78),  # a client without new state pruned the version in use
     ("restarts", 47),  # a late order of a killed server replaced the newer state
     ("restarts", 681),  # polling misses a connection of a quarter of a second
     ("asynchronous", 3343),  # each kill after the write of a state left one more file
@@ -54,7 +53,7 @@ def test_equal_seeds_have_equal_logs():
     first, second = rehearse(PLANS["rough"], 1), rehearse_once("rough", 1)
     assert first.log == second.log
     assert write_log(first) == write_log(second)
-    assert first.log != rehearse_once("rough", 78).log
+    assert first.log != rehearse_once("rough", 2).log
     assert torch.equal(first.visits[3].model["weight"], second.visits[3].model["weight"])
 
 

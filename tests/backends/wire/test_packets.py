@@ -275,6 +275,8 @@ def test_the_store_forgets_what_came_to_nothing():
     inside = client_store.checkpoint(1)
     after = client_store.checkpoint(2)
     assert client_store.needed("a") == 1
+    client_store.checkpoint(3)
+    assert (client_store.needed("a"), client_store.needed("b")) == (2, 1)  # never above the state in use
     client_store.restore(1, inside)
     assert (client_store.run, client_store.kept("a"), client_store.kept("b")) == (run, 0, 0)
     client_store.heads.clear()
