@@ -52,8 +52,8 @@ VERSION = "model:version"
 class Compression(UpdateStep, ABC):
     """Base class of update steps that compress all trained entries in client updates.
 
-    The client stores an update's compression error and adds the error to the next update (error feedback). Sliced
-    entries have no error feedback, because a client's rows differ between visits.
+    A client stores the compression error of an update, and adds the error to the next update (error feedback).
+    Parameters of which clients receive only some rows have no error feedback, because the rows differ between rounds.
     """
 
     refuses = ("resizes",)
@@ -178,7 +178,7 @@ class Float16(Compression):
         return torch.empty(value.shape, dtype=torch.float16, device="meta")
 
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Divides an entry's update by the largest magnitude, so that the values are in the range of float16."""
+        """Divides a tensor in the update by its largest magnitude, so that the values are in the range of float16."""
         scale = step.abs().max()
         return (step / scale if float(scale) else step).half(), scale
 

@@ -52,7 +52,7 @@ class ClientFault(Exception):
 
 
 class VisitTimeout(Exception):
-    """Raised if a visit takes longer than ``visit_timeout``. The client is excluded from the round."""
+    """Raised if a client's training in a round takes longer than ``visit_timeout`` seconds. Excludes the client."""
 
 
 def describe(error: BaseException) -> str:

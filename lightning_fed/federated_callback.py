@@ -78,11 +78,12 @@ class FederatedCallback(TrainerCallback):
     def on_client_request(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
     ) -> None:
-        """Client side, before the broadcast: may add row indices for some entries, and extra tensors, to the request.
+        """Client side, before the broadcast: may request only some rows of parameters, and add tensors to the request.
 
-        The module contains the global model, and the client's memory is available. Entries without requested rows are
-        sent completely. Extra tensors are passed to the rule's :meth:`Aggregator.broadcast
-        <lightning_fed.Aggregator.broadcast>`. Raising :class:`ClientFault` excludes the client.
+        The module contains the global model. The values that this client's callbacks stored in earlier rounds are
+        available. Parameters without requested rows are sent completely. Extra tensors are passed to the rule's
+        :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`. If the hook raises :class:`ClientFault`, the
+        client is excluded from the round.
         """
 
     def on_server_send(
@@ -96,7 +97,7 @@ class FederatedCallback(TrainerCallback):
     def on_client_receive(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Client side, before the module loads the broadcast: may unpack entries from :meth:`on_server_send`.
+        """Client side, before the module loads the broadcast: may decode tensors encoded in :meth:`on_server_send`.
 
         Afterwards ``broadcast.state`` must contain all shared entries. Raising :class:`ClientFault` excludes the
         client.
@@ -164,7 +165,7 @@ class FederatedCallback(TrainerCallback):
         """
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Called after loading a client's model (or if ``client`` is ``None``, the global model) outside visits."""
+        """Called after loading a client's model (if ``None``, the global model), outside local training."""
 
 
 class AskableCallback(FederatedCallback, ABC):

@@ -149,7 +149,7 @@ class ClientUpdate:
 
     @property
     def clients(self) -> tuple[Client, ...]:
-        """The clients whose training is in this update: several for a sum, otherwise one."""
+        """Clients whose training is contained in this update: several for a summed update, otherwise one."""
         return self.members or (self.client,)
 
 

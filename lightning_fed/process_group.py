@@ -115,7 +115,7 @@ class RoundSynchronisation(ABC):
 
 
 class ClientSharing(ABC):
-    """Base class of Lightning strategies with several processes, each for a share of a round's clients."""
+    """Base class of Lightning strategies with several processes. Each process trains some of the round's clients."""
 
     @property
     @abstractmethod
@@ -212,7 +212,7 @@ class _Form(NamedTuple):
 
 
 def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]:
-    """Pickles an object without the tensors. Returns the bytes and the tensors, except tensors in ``known``.
+    """Pickles an object without its tensors. Returns the bytes, and the list of all tensors not in ``known``.
 
     Example:
         >>> w = torch.ones(2)

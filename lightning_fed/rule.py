@@ -121,7 +121,7 @@ class Aggregator(RuleCapabilities, ABC):
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from the global model's shared entries, and discards all earlier updates.
 
-        With several processes, ``start`` is called before the visits, and again before :meth:`merge`.
+        With several processes, ``start`` is called before the clients train, and again before :meth:`merge`.
         """
 
     @abstractmethod

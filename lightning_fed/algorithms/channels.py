@@ -169,7 +169,7 @@ class ChannelRule(AveragingAggregator):
     # Client side
 
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Raises an error before the fit if the rule does not support the Trainer's settings or the module."""
+        """Raises an error before the fit if the method does not support the Trainer's settings or the module."""
 
     def begin_visit(self, visit: ChannelVisit) -> State:
         """Returns a correction for the gradient of each entry, constant during the visit; by default no corrections."""

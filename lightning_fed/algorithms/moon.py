@@ -165,7 +165,7 @@ class ContrastiveTerm(RevertingCallback, FederatedCallback):
 
 
 def contrastive_loss(features: Tensor, of_global: Tensor, of_last: Tensor, temperature: float = 0.5) -> Tensor:
-    r"""MOON's loss, a scalar, for features :math:`z`, :math:`z_g` (global model) and :math:`z_p` (last model).
+    r"""MOON's loss, a scalar, for features :math:`z`, :math:`z_g` (global model) and :math:`z_p` (last local model).
 
     .. math:: -\frac{1}{N} \sum \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
     """

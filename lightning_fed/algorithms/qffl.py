@@ -36,9 +36,10 @@ class QFFL(ChannelRule):
     .. math:: \Delta_k = F_k^q \, L (x - y_k), \qquad h_k = q F_k^{q-1} L^2 \lVert x - y_k \rVert^2 + L F_k^q, \qquad
         x \leftarrow x - \frac{\sum_k p_k \Delta_k}{\sum_k p_k h_k}
 
-    :math:`F_k(x)` is the broadcast model's loss: the mean ``training_step`` loss in an additional pass over the
-    client's data, in evaluation mode. The pass does not change the training's random numbers. The server excludes a
-    client with a loss above 128 times the round's median. Reference: Li et al., ICLR 2020, Algorithm 2.
+    Here :math:`x` is the global model, :math:`y_k` client k's model after local training, and :math:`F_k(x)` the global
+    model's loss on client k: the mean ``training_step`` loss in an additional pass over the client's data, in
+    evaluation mode. The pass does not change the training's random numbers. The server excludes a client with a loss
+    above 128 times the median over the round's clients. Reference: Li et al., ICLR 2020, Algorithm 2.
 
     The authors sample clients with probabilities :math:`p_k`, the shares of examples, and average with equal weights.
     Here clients are sampled uniformly with weights :math:`p_k`, for the same objective
@@ -47,12 +48,14 @@ class QFFL(ChannelRule):
 
     - Sends: 1 model down, 1 up (and a number).
     - Keeps: nothing.
-    - Costs: 1 pass over a client's data per visit, without gradients.
+    - Costs: 1 pass over a client's data per round, without gradients.
     - For: better results on the worst clients. Requires automatic optimization.
 
     Args:
-        q: Exponent, at least 0; larger values increase the weight of large losses. The authors use 0.001 (text) to 5.
-        lipschitz: Constant :math:`L`, positive; if ``None``, the inverse of the server's learning rate in the round.
+        q: Exponent, at least 0; larger values increase the weight of large losses. The authors use values from 0.001
+            (for Shakespeare's text) to 5.
+        lipschitz: Constant :math:`L`, positive; if ``None``, the inverse of the optimizers' learning rate at the start
+            of the round.
 
     Raises:
         MisconfigurationException: In ``fit``, if the module uses manual optimization, or if ``lipschitz`` is ``None``

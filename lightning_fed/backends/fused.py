@@ -276,7 +276,7 @@ def build_batch_loop(fit: FederatedFit) -> BatchLoop | None:
 
 
 def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_one_client: bool) -> str | None:
-    """Describes a Trainer setting or hook that prevents ``visits="fused"`` (a faster loop), or returns ``None``."""
+    """Describes a Trainer setting or hook that prevents ``visits="fused"`` (a faster training loop); or ``None``."""
     strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
     interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
     obstacles = {

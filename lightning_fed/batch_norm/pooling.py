@@ -38,7 +38,7 @@ class InputStatistics:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager that adds the BatchNorm layers' inputs to the statistics in every forward pass."""
+        """Context manager: every forward pass adds the inputs of BatchNorm layers to this object's sums."""
         momenta = {name: layer.momentum for name, layer in self._layers.items()}
         handles = [layer.register_forward_hook(self._counter(name)) for name, layer in self._layers.items()]
         for layer in self._layers.values():

@@ -112,7 +112,7 @@ class ClassLosses:
     Such a loss is a cross-entropy, a negative log-likelihood, a binary cross-entropy, a gather of probabilities at
     labels, or a sum over probabilities times (or minus) indicators computed from labels, as in Dice and focal losses.
     Between layer and loss, only elementwise operations with constants and masks, views, means and resizing are allowed.
-    Labels used as an input of the layer do not count, because an autoencoder has no classes.
+    Labels used as an input of the layer do not count: an autoencoder's target is the input, and no class.
 
     Example:
         >>> head, inputs, labels = nn.Linear(2, 3), torch.ones(4, 2), torch.tensor([0, 1, 2, 0])

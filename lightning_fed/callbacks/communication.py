@@ -23,10 +23,11 @@ _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
 
 
 class Traffic(NamedTuple):
-    """Traffic of one client in one round for one submodule: tensor elements and bytes.
+    """Bytes and tensor elements sent to and from one client in one round, for one submodule (``part``).
 
     For earlier rounds, only sums over clients are stored, as client ``"(all)"``. The part ``"(extras)"`` contains a
-    method's extra tensors, and ``"(request)"`` a client's request for single rows.
+    method's extra tensors. The part ``"(request)"`` contains the row indices in a client's request for some rows of a
+    table.
     """
 
     round: int

@@ -250,7 +250,7 @@ class Federation(TrainerCallback):
 
     @property
     def current_visit(self) -> PlannedVisit | None:
-        """Description of the current visit (client, round, seed, length); ``None`` between visits."""
+        """Description of the current local training (client, round, seed, length); ``None`` if no client trains."""
         return None if self.open_visit is None else self.open_visit.planned
 
     @property
@@ -346,7 +346,7 @@ class Federation(TrainerCallback):
         return ask(self._fit, module, callback, clients, question, own)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context with the model for validation in the module: if the fit averages weights, the averaged weights."""
+        """Context for validation: if the fit averages weights over steps, the module contains the averaged weights."""
         return self._fit.averages_in_place()
 
     @property

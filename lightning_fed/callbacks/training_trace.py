@@ -324,7 +324,7 @@ def has_forward(module: L.LightningModule) -> bool:
 
 @contextmanager
 def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-    """Context in which a module's ``forward`` runs the computations of ``training_step``, to trace neurons.
+    """Context in which a module's ``forward`` runs ``training_step``'s computation, to follow neurons through layers.
 
     ``forward`` calls the only trained network. If there are several networks, ``forward`` runs ``training_step`` and
     returns the loss. Yields the arguments for ``forward``, shortened to two examples if all tensors have the same

@@ -194,7 +194,7 @@ class WeightAverages(FederatedCallback):
                 raise BadUpdate(f"the client's {name!r} grows by {grown}, but 0 to {_MOST_STEPS} are possible")
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
-        """Moves averaged weights in a checkpoint from the model's state to the keys used by ``WeightAveraging``."""
+        """Moves averaged weights in a checkpoint to the keys that Lightning's ``WeightAveraging`` uses."""
         model = checkpoint.get("current_model_state", checkpoint["state_dict"])
         entries = {name: model.pop(name) for name in list(model) if name.startswith(f"{_NAME}.")}
         if not entries or "current_model_state" not in checkpoint:

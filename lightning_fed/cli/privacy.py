@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
-    """Formats a recipe's privacy budget as Markdown tables. ``has_audit`` adds an empirical audit of the noised sum."""
+    """Formats a recipe's privacy budget as Markdown tables. ``has_audit`` adds a lower bound from simulated attacks."""
     from lightning_fed.privacy.accounting import calibrate
     from lightning_fed.privacy.audit import audit_mean
 

@@ -258,7 +258,7 @@ class FolderStore(ClientStore):
         return max((version for version, _ in self._versions(client)), default=-1)
 
     def prune(self, client: Client, round: int) -> None:
-        """Deletes a client's files from rounds before ``round``, except the newest of these files."""
+        """Deletes a client's files from rounds before ``round``, except the newest file among these."""
         for _, path in [version for version in self._versions(client) if version[0] < round][:-1]:
             path.unlink()
 

@@ -69,9 +69,10 @@ class LocalOptimizers:
     def start_visit(
         self, packed: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """Resets optimizers, schedulers and loss scale to the round's start, then loads ``packed`` optimizer state.
+        """Resets optimizers, schedulers and loss scale to the round's start, then loads the client's optimizer state.
 
-        ``rows`` lists pairs of a parameter and row indices, for a client with only some rows.
+        ``packed`` is the optimizer state from the client's last round. ``rows`` lists pairs (parameter, row indices)
+        if the client receives only some rows of a parameter.
         """
         if self.mode == "continue":
             return
@@ -147,7 +148,7 @@ class LocalOptimizers:
         ]
 
     def capture(self, buffers: bool = True) -> dict[str, Any]:
-        """Copies hyperparameters, scheduler states and loss scale; with ``buffers``, also the optimizer states."""
+        """Copies hyperparameters, scheduler states and loss scale; with ``buffers``, also momentum and other states."""
         state: dict[str, Any] = {
             "groups": [_hyperparameters(optimizer) for optimizer in self.optimizers],
             "schedulers": [copy_tree(scheduler.state_dict()) for scheduler in self.step_schedulers],

@@ -56,9 +56,9 @@ class MethodChoice:
         return choice
 
     def federation(self, recipe: Federation) -> Federation:
-        """Copies a federation with this method instead of the original method; for ``"central"`` returns the original.
+        """Copies a federation, with this method as the new method. For ``"central"``, returns the federation itself.
 
-        With ``"local"``, all trained entries stay on the clients, as in separate fits. If the method has an option
+        With ``"local"``, all trained parameters stay on the clients, as in separate fits. If the method has an option
         ``seed`` or ``local_epochs`` (FedRep), the default is the original federation's value.
         """
         if self.name == CENTRAL:

@@ -125,7 +125,7 @@ class Population(ABC):
 
     @abstractmethod
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Number of batches in a pass over a client's data; ``None`` if unknown. ``isolated`` ignores ``drop_last``."""
+        """Number of batches in a pass over a client's data; ``None`` if unknown."""
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
         """Number of batches in each pass of a visit, if a sampler's passes have unequal lengths; otherwise empty."""
@@ -173,7 +173,7 @@ class Population(ABC):
         return per_epoch and max(1, int(per_epoch * self.overfit_batches))
 
     def log_raised(self, origin: str, client: Client, trace: str) -> None:
-        """Logs the traceback of a fit's first client exception, in loading data or in a training step (``origin``)."""
+        """Logs the traceback of the fit's first exception in a client's data loading or training step (``origin``)."""
         if not self.has_raised:
             self.has_raised = True
             text = "The %s of client %r raised an exception (logged only for the first client):\n%s"
@@ -184,7 +184,7 @@ class Population(ABC):
         return False
 
     def gives_all(self, client: Client) -> bool:
-        """True if a pass without training (``one_pass(visit, isolated=True)``) contains all examples of the client."""
+        """True if a pass without training contains all examples of a client, despite ``drop_last``."""
         return True
 
     def close(self) -> None:  # noqa: B027 - optional

@@ -1,4 +1,4 @@
-"""Data set in memory, with one indexing operation per batch."""
+"""Data set in memory. One indexing operation per tensor reads all examples for a batch."""
 
 from __future__ import annotations
 

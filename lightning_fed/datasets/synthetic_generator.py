@@ -31,8 +31,9 @@ def synthetic_clients(
         x \sim \mathcal N(v_k, \mathrm{diag}(j^{-1.2})), \quad y = \arg\max\,(x W_k + b_k), \quad
         n_k = \lfloor s_k \rfloor + 50, \ \log s_k \sim \mathcal N(4, 2^2)
 
-    ``alpha`` controls the difference between the models, ``beta`` the difference between the inputs. As in FedProx's
-    program, both are standard deviations. A client's data depend only on the seed and the client.
+    Client k's labels come from the linear model :math:`W_k, b_k`, and :math:`v_k` is the mean of the client's inputs.
+    ``alpha`` controls the difference between the clients' linear models, ``beta`` the difference between the inputs. As
+    in FedProx's program, both are standard deviations. A client's data depend only on the seed and the client.
 
     Args:
         alpha: Standard deviation of the clients' model means, at least 0.

@@ -122,7 +122,7 @@ def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
 
 
 class FeatureTap:
-    """Forward hook that stores a layer's detached features from the last pass, ``(N, d)`` or ``(N, d, *size)``.
+    """Forward hook that stores a layer's detached features in each pass, shape ``(N, d)`` or ``(N, d, *size)``.
 
     Later layers may change ``features`` in place. The function ``on_features`` receives the features before later
     layers run.

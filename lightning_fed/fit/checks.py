@@ -99,10 +99,11 @@ def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
 
 
 def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients: int) -> None:
-    """Refuses Trainer settings in conflict with the number of batches in a visit.
+    """Refuses Trainer settings in conflict with the number of batches in a client's training.
 
-    For example, the number of batches in a visit must be a multiple of ``accumulate_grad_batches``. With a single
-    client, training equals a plain fit, and only some settings are checked.
+    For example, the number of batches in a client's training in a round must be a multiple of
+    ``accumulate_grad_batches``. With a single client, training equals a fit without federation, and only some settings
+    are checked.
     """
     if any(planned.epoch_batches is None for planned in visits):
         _check_shares(trainer, "overfit_batches")

@@ -70,7 +70,7 @@ class RemoteSide(ABC):
 
     @abstractmethod
     def exchange(self, round: Any) -> None:
-        """Exchanges messages with server or clients on other machines, after the last visit in this process."""
+        """Exchanges a round's messages with other machines, after all training in this process for the round."""
 
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]

@@ -199,7 +199,8 @@ def describe_end(
 ) -> str:
     """Formats a fit's results as a table: sums over rounds (``totals``), duration, and last logged values.
 
-    If ``recalibrates``, the table notes two transfers of each new model (to measure BatchNorm statistics).
+    If ``recalibrates``, clients receive each new model twice, to measure BatchNorm statistics,
+    and a row of the table contains this note.
 
     Example:
         >>> totals = {"rounds": 2, "clients": 5, "failed": 1, "dropped": 0, "down_bytes": 4000, "up_bytes": 3500}

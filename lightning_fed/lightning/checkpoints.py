@@ -36,7 +36,7 @@ class RoundCheckpoint(Checkpoint):
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Writes Lightning checkpoints atomically and loads checkpoints without pickle: a pickle can execute any code.
+    """Writes Lightning checkpoints atomically. Loads checkpoints without pickle, because a pickle can execute any code.
 
     Lightning first writes to the folder for temporary files. If that folder is on another file system, a full disk or a
     kill during the copy would replace the last checkpoint by a partial file.

@@ -194,7 +194,7 @@ def loader_to_overfit(loader: Any) -> Any:
 
 
 def distribute_loader(trainer: L.Trainer, loader: Any) -> Any:
-    """Replaces samplers by distributed samplers, as Lightning does for a fit without federation."""
+    """Replaces a dataloader's sampler by a distributed sampler, as Lightning does for a fit without federation."""
     is_combined = isinstance(loader, CombinedLoader)
     combined = copy.copy(loader) if is_combined else CombinedLoader(loader)
     stage = TrainerFn.FITTING, RunningStage.TRAINING
@@ -280,7 +280,7 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
 
 
 def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
-    """Marks a checkpoint's epoch as complete: a resumed Trainer will begin the next epoch.
+    """Marks the epoch in a checkpoint as complete, so that a resumed Trainer begins the next epoch.
 
     ``is_counted`` is true if Lightning has already added the last batch to the log's x-axis, after validation.
     """

@@ -91,7 +91,7 @@ class PermutationGroup:
 
 
 def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> list[PermutationGroup]:
-    """Changes the number of neurons in each of a network's permutation groups.
+    """Changes the number of neurons in each of a network's permutation groups (neurons permuted together).
 
     New neurons are placed after the group's existing neurons. Later groups on the same axis (after a concatenation) are
     shifted. A group with fixed width, or with several blocks (for a group normalization), must keep its size.
@@ -278,9 +278,9 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits a matrix into blocks of columns, each with consecutive numbers if read row by row; ``None`` if impossible.
+    """Splits a matrix into blocks of columns. Each block, read row by row, has consecutive numbers.
 
-    Returns for each block the first column, the first number, and the number of columns.
+    Returns a block's first column, first number, and number of columns; ``None`` if no such split exists.
     """
     count, copies = positions.shape
     runs, column = [], 0

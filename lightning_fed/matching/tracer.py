@@ -180,7 +180,7 @@ class Tracer:
         self.union_find.unite(axis_ids, torch.where(ids == NEUTRAL, PINNED, ids))
 
     def couple_vectors(self, values: Iterable[Any], ids: Tensor) -> None:
-        """Assigns neuron ids to the elements of vectors, such as biases. Values ``None`` are skipped."""
+        """Couples the elements of vectors, such as biases, with the neurons ``ids``. Skips values without neurons."""
         for value in values:
             if isinstance(value, TracedActivation | ParameterView):
                 vector = self.activation(value)

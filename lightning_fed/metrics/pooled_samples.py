@@ -33,7 +33,7 @@ class PooledSamples(Metric):
             raise ValueError(f"Expected `{name}` of shape (n, {width}), but got {tuple(values.shape)}.")
 
     def append(self, **values: Tensor) -> None:
-        """Adds vectors, shape ``(n, d)``, or labels, shape ``(n,)``, to the metric state with the keyword's name."""
+        """Adds vectors, shape ``(n, d)``, or labels, shape ``(n,)``, to the metric state named like the keyword."""
         for name, value in values.items():
             getattr(self, name).append(value.detach().to(self.dtype).flatten())
             if value.ndim == 2:

@@ -399,7 +399,7 @@ def entry_policies(
 
 
 def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[Selector], option: str) -> set[str]:
-    """Returns entry names that match any selector. ``option`` is the argument's name in error messages.
+    """Returns state dict entries that match any selector (name pattern or module type). ``option``: for error messages.
 
     Raises:
         ValueError: If a selector matches nothing, or matches a tied entry but not its first name.

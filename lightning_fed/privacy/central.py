@@ -189,7 +189,7 @@ class CentralDP(UpdateStep):
 
     @property
     def step_noise(self) -> float:
-        r"""Noise multiplier for the sum of updates. Above the option's value if ``adaptive``, for the same epsilon."""
+        r"""Noise multiplier for the sum of updates; with ``adaptive`` larger than the option for equal epsilon."""
         assert self.budget is not None
         z = self.budget.noise_multiplier
         if not self.adaptive:

@@ -571,9 +571,9 @@ class DPSGD(RevertingCallback, FederatedCallback):
 
 
 class _Visit:
-    """Counts the noised steps of a client visit. In a fit without a federation, the whole fit is one visit.
+    """Counts the noised steps in a client's training in one round; in a fit without federation, in the whole fit.
 
-    ``planned`` is the client's privacy account after the visit, if all steps run.
+    ``planned`` is the client's privacy account (the counted steps) if all planned steps run.
     """
 
     def __init__(self, client: Client | None, round: int, planned: _Account) -> None:

@@ -24,7 +24,7 @@ _LARGEST = 2.0**130  # a sum of 2^25 such numbers stays below 2^255
 
 
 class MaskedSum(Protocol):
-    """Running sum over masked vectors, until the masks are subtracted. ``least``: minimum number of vectors."""
+    """Sums clients' masked vectors, then subtracts the masks. ``least``: minimum number of vectors."""
 
     @property
     def least(self) -> int: ...

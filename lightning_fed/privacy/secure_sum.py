@@ -208,7 +208,7 @@ class RingSum(Held):
 
     @property
     def least(self) -> int:
-        """Minimum number of clients in the sum. With fewer clients the round fails."""
+        """Minimum number of clients in a secure sum. With fewer clients the round fails."""
         return int(self._step.least)
 
     def add(self, update: ClientUpdate, sent: State) -> None:
@@ -227,7 +227,7 @@ class RingSum(Held):
         return np.zeros(sum(value.numel() for value in self.total.values()), np.uint32)
 
     def subtract(self, masks: np.ndarray[Any, Any]) -> None:
-        """Subtracts the sum of the masks, given for all tensors in the order of their names."""
+        """Subtracts the masks from the sum of masked updates. ``masks``: one vector, for tensors sorted by name."""
         names = sorted(self.total)
         parts = torch.split(torch.from_numpy(masks.view(np.int32)), [self.total[name].numel() for name in names])
         for name, part in zip(names, parts, strict=True):

@@ -87,7 +87,7 @@ class RoundLoop:
 
     Attributes:
         open_round: The current round; ``None`` between rounds.
-        plan: Plan for the fit's client visits: one by one, or several clients at once.
+        plan: Whether clients train one by one, or several clients at once.
         is_attached: True during a fit. Methods of the module and the Trainer are then replaced.
         is_planned: True from the first round of the fit on.
         is_ready: True after the federation's hooks ``setup`` and ``on_fit_start``.
@@ -225,7 +225,7 @@ class RoundLoop:
         self.is_ready = True
 
     def start_fit(self) -> None:
-        """Prepares the module for rounds, once per fit. Refuses ``visits="fused"`` (a faster loop) if not possible."""
+        """Prepares the module, once per fit. Raises an error if ``visits="fused"`` (a faster loop) is not possible."""
         fit = self.fit
         if self._is_started:
             return

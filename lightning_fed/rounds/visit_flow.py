@@ -1,9 +1,10 @@
-"""Client side and server side of one visit: request, broadcast, load, train, answer, store.
+"""Client side and server side of one client's training in a round, as a generator.
 
-:meth:`ClientVisit.run` is a generator that yields :class:`Ask`, :class:`Step` and :class:`Answer`. After each event
-the generator receives a reply: from :func:`ask_server` for :class:`Ask`, from :func:`answer_server` for
-:class:`Answer`, and from :mod:`lightning_fed.rounds.visit_driver` for :class:`Step`. A failed visit ends with
-``throw``, an abandoned visit with ``close``.
+:meth:`ClientVisit.run` requests the global model, loads the model, trains, and sends the update. The generator yields
+:class:`Ask`, :class:`Step` and :class:`Answer`. After each event the caller sends a reply into the generator: from
+:func:`ask_server` for :class:`Ask`, from :func:`answer_server` for :class:`Answer`, and from
+:mod:`lightning_fed.rounds.visit_driver` for :class:`Step`. The caller ends a failed training with ``throw``, and an
+abandoned training with ``close``.
 """
 
 from __future__ import annotations
@@ -220,7 +221,7 @@ class ClientVisit:
 
 
 def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None:
-    """Continues a visit (``flow``) until the next training step. Returns ``None`` if the visit has ended.
+    """Continues a client's training (generator ``flow``) to the next training step; ``None`` at the end.
 
     ``reply`` is true if the last step returned a loss; ``None`` before the first step.
     """

@@ -160,7 +160,7 @@ class Schedule:
         self.secret: SecretSampling | None = None
 
     def cohort_size(self, population: int) -> int:
-        """Number of clients drawn per round from ``population`` clients. Refuses a population below this number."""
+        """Number of clients drawn per round from ``population`` clients. Refuses a population with fewer clients."""
         if population < 1:
             raise ValueError("Expected at least one client, but got none.")
         if isinstance(self.clients_per_round, float):
@@ -213,7 +213,7 @@ class Schedule:
         return Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
 
     def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
-        """Draws a second, independent set of clients with the cohort's size, for FedDANE. Excludes dropouts."""
+        """Draws a second cohort (set of clients) of equal size, for FedDANE's gradients, without dropped clients."""
         chosen = self._draw(_SECOND, round, clients)
         return [client for client in chosen if not self._drops_out(round, client)]
 

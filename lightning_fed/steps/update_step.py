@@ -60,7 +60,7 @@ class StepCapabilities:
         return ()
 
     def form(self, state: State) -> State:
-        """Returns tensors with the names, shapes and dtypes of the encoded update. ``state``: the update to encode."""
+        """Tensors with the names, shapes and dtypes of the update after this step. ``state``: the original update."""
         return state
 
     def hold(self) -> Held | None:

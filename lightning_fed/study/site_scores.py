@@ -194,7 +194,7 @@ def score_site(
     patient: str | None,
     limit: int | float,
 ) -> dict[str, Any]:
-    """Scores a site's cases one by one with the loaded module, in the form of :attr:`SiteScores.scores`.
+    """Scores a client's test cases one by one with the module's model. Returns one site's :attr:`SiteScores.scores`.
 
     ``limit`` is the number (int) or fraction (float) of batches to use.
     """

@@ -303,7 +303,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_sums(update: ClientUpdate, models: Sequence[str], seeds: Sequence[int]) -> tuple[Kind, Answer]:
-    """Reads the sums over cases in a site's answer, if any. Wrong names or lengths raise ``BadUpdate``."""
+    """Reads a site's sums over test cases from an answer; empty if the site sent no sums."""
     answer: Answer = {f"{one}|{two}": {} for one, two in combinations(models, 2)}
     parts = ["all", *map(str, seeds)]
     if not update.extras:

@@ -98,7 +98,7 @@ class Order(ABC):
 
 @dataclass(frozen=True)
 class Clock:
-    """State of the simulated clock before a round: time, number of visits started so far, and unfinished visits."""
+    """State of the simulated clock before a round: time, number of started trainings, and unfinished trainings."""
 
     round: int = 0
     seconds: float = 0.0
@@ -214,7 +214,7 @@ class NetworkOrder(Order):
     def start(
         self, schedule: Schedule, clients: Sequence[Client], busy: Collection[Client], version: int
     ) -> list[Client]:
-        """Draws clients not in ``busy`` to train model ``version``, until ``clients_per_round`` clients train."""
+        """Draws clients to train model ``version``, except clients in ``busy``, until ``clients_per_round`` train."""
         free = schedule.cohort_size(len(clients)) - len(self.flying)
         drawn = _draw(clients, {*busy, *self.flying}, free, schedule.seed, self._started)
         self.flying |= dict.fromkeys(drawn, version)

@@ -39,17 +39,17 @@ class AsynchronousRule(AveragingAggregator):
     r"""Base class of asynchronous rules: a round ends after ``buffer`` updates, trained from different model versions.
 
     At any time ``clients_per_round`` clients train, by default all clients. When an update arrives, another client
-    starts from the newest model. A client whose update is in the buffer waits for the next model. A visit with start
-    version :math:`s` and arrival in round :math:`v` has staleness :math:`\tau = v - s`. Training is a pure function of
-    start model and seed. Each visit is therefore computed in the round of its arrival, from the stored start model, and
-    with this round's learning rate. Measurements of BatchNorm statistics take no simulated time. Every round increases
-    the model's version by one, even if the round fails.
+    starts from the newest model. A client whose update is in the buffer waits for the next model. A client's training
+    from model version :math:`s`, with an update that arrives in round :math:`v`, has staleness :math:`\tau = v - s`.
+    Training is a pure function of start model and seed. The simulation therefore trains the client in round :math:`v`,
+    from the stored model :math:`s`, and with this round's learning rate. Measurements of BatchNorm statistics take no
+    simulated time. Every round increases the model's version by one, even if the round fails.
 
     Args:
-        buffer: Number of arrivals per round.
+        buffer: Number of updates per round.
         staleness: Exponent :math:`a` of the weight :math:`s(\tau) = (1 + \tau)^{-a}`, 0 for constant weights; or a pair
             :math:`(a, b)` for the weight 1 up to :math:`\tau = b` and :math:`1 / (a (\tau - b) + 1)` above ("hinge").
-        durations: Simulated durations of the visits.
+        durations: Simulated durations, from sending the model to receiving the update.
         record: Path of a new file for the arrival order. A line contains round, client, start model's version and
             update's hash.
         replay: Path of a file written with ``record``. Updates arrive in this order instead of the simulated order.

@@ -46,10 +46,10 @@ class FeatureFusion(FederatedCallback):
     r"""Fuses features of client model and global model before the classifier: :math:`L = C \circ F \circ (E_l, E_g)`.
 
     ``setup`` adds the submodule ``feature_fusion`` with the operator :math:`F` to the module, initialised with the
-    federation's seed; see :func:`~lightning_fed.modules.fuse`. At the start of a visit, the client copies the received
-    extractor to :math:`E_g`, frozen and never sent. The client trains :math:`E_l`, :math:`F` and :math:`C`, which any
-    averaging rule can average. Messages also contain the parameters of :math:`F`: for n channels 1 number per level
-    with ``"single"``, n with ``"multi"``, and 2 n^2 + n with ``"conv"``. ``personal=["feature_fusion.*"]`` keeps
+    federation's seed; see :func:`~lightning_fed.modules.fuse`. At the start of local training, the client copies the
+    received extractor to :math:`E_g`, frozen and never sent. The client trains :math:`E_l`, :math:`F` and :math:`C`,
+    which any averaging rule can average. Messages also contain the parameters of :math:`F`: for n channels 1 number per
+    level with ``"single"``, n with ``"multi"``, and 2 n^2 + n with ``"conv"``. ``personal=["feature_fusion.*"]`` keeps
     :math:`F` on the clients. After the fit :func:`~lightning_fed.modules.unwrap` removes the fusion. Reference: Yao et
     al., ICIP 2019, Algorithm 1.
 
@@ -66,9 +66,9 @@ class FeatureFusion(FederatedCallback):
         eval_reference: Source of :math:`E_g` in evaluations of the global model: the previous global model
             (``"previous"``, as in the authors' program), or the evaluated model (``"current"``, for deployment). With
             ``"current"`` the fusion weights of "multi" and "single" have no effect.
-        cache_global_features: Whether to cache :math:`E_g(x)` for a client's examples, if a visit has several epochs.
-            The cache needs memory for the features of one client's examples. Augmented examples change in each epoch
-            and are computed again. The cache is disabled if the second epoch finds no cached example.
+        cache_global_features: Whether to cache :math:`E_g(x)` for a client's examples, if local training has several
+            epochs. The cache needs memory for the features of one client's examples. Augmented examples change in each
+            epoch and are computed again. The cache is disabled if the second epoch finds no cached example.
         conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Whether to add a bias to "conv".
         channel_axis: Position of the channel axis; ``None`` infers the position.

@@ -22,10 +22,10 @@ _SIDES = (64, 32, 28, 96, 128, 224, 256, 384, 512)  # pixels
 
 
 class Extractor(NamedTuple):
-    """Feature extractor of a model: the layers of ``network`` up to ``layer``.
+    """Feature extractor of a model: the layers of ``network`` up to the layer ``layer``.
 
     Attributes:
-        network: Name of the module called with the data, as in ``named_modules``.
+        network: Name of the submodule called with the inputs, as in ``named_modules``.
         layer: The layer whose input or output contains the features; the path is relative to the network.
     """
 

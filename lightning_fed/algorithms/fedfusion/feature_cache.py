@@ -1,4 +1,4 @@
-"""Caches the outputs of FedFusion's frozen extractor for samples used several times in a client's visit."""
+"""Caches the outputs of FedFusion's frozen extractor for samples used several times in a client's local training."""
 
 from __future__ import annotations
 

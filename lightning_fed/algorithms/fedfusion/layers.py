@@ -300,7 +300,7 @@ class FusedExtractor(nn.Module):
         return self.local(*args, **kwargs)
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Copies an extractor's values into the frozen copy E_g; ``None`` copies the trained extractor E_l."""
+        """Copies an extractor's parameters and buffers into the frozen copy E_g; by default the trained extractor's."""
         self.feature_fusion.refer(source)
 
     def release(self) -> None:

@@ -133,7 +133,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def plain_state(state: Mapping[str, Tensor]) -> State:
-    """Removes the entries of a fusion with "multi", "single" or "none" from a model state.
+    """Removes the fusion's parameters from a state dict, for the operators "multi", "single" and "none".
 
     A convolution is refused, because later layers depend on the fusion: use :func:`unwrap` on the model.
 

@@ -119,7 +119,7 @@ class _FeaturesReached(BaseException):
 
 
 class TrainingFeatureSums:
-    """Feature sums by class in two parts of training: first and last epoch, or the halves of a single epoch."""
+    """Sums of feature vectors by class in two parts of training: first and last epoch, or halves of a single epoch."""
 
     def __init__(self, options: FeatureSumOptions, num_batches: int, per_epoch: int | None = None) -> None:
         self.first, self.last = FeatureSums(options), FeatureSums(options)

@@ -18,7 +18,7 @@ class ForeignLabelError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class SampledClasses:
-    r"""Classes :math:`S_k = P_k \cup N_k` of a client's visit (positives and sampled negatives), and the client's loss.
+    r"""Classes :math:`S_k = P_k \cup N_k` for one client in one round (positives and sampled negatives), and the loss.
 
     Args:
         classes: Class indices, int64, strictly increasing, shape ``(S,)``.

@@ -92,12 +92,12 @@ class Steps:
     def by_coordinate(
         self, combine: Callable[[Tensor], tuple[Tensor, Tensor]], chosen: Tensor | None = None
     ) -> tuple[State, Tensor]:
-        """Combines updates coordinate by coordinate. Returns a new state, and the fraction of values used per update.
+        """Combines updates coordinate by coordinate. Also returns the fraction of each update's values in the result.
 
         Args:
             combine: Maps n updates at k coordinates, shape ``(n, k)``, to the combined values, shape ``(k,)``, and for
-                each update the number of values used, shape ``(n,)``. Adding a constant to all updates must add the
-                constant to the result.
+                each update the number of values used, shape ``(n,)``. If a constant is added to all updates, the result
+                must increase by the constant.
             chosen: Indices of the updates to use; if ``None``, all.
         """
         indices = torch.arange(len(self)) if chosen is None else chosen

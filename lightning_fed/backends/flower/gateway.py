@@ -106,7 +106,7 @@ class Registry:
 
 
 class Connection(socket.socket):
-    """Connection from another machine, called a *stranger* until the first call signed by a registered node."""
+    """Connection from another machine, counted as a *stranger* before the first call signed by a registered node."""
 
     peer: tuple[Any, ...]  # address and port
     network: bytes  # an IPv4 address, or the first 64 bits of an IPv6 address: a network may have 2^64 addresses

@@ -1,4 +1,4 @@
-"""Transport for packets as NVFLARE tasks. Each task contains a packet, and returns the answer."""
+"""Sends messages to clients as NVFLARE tasks. The result of a task contains the client's answer."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ _TICK = 3.0  # seconds between a change of a connection and the server's reactio
 
 @dataclass
 class Message:
-    """A message to a client, and the delivery of its answer.
+    """Message from the server to a client, with the times of delivery and answer.
 
     Times are in seconds, and ``None`` before the event: ``arrived_at`` (the first answer, ``reply``, is available),
-    ``closed_at`` (the server stops waiting) and ``given_up_at`` (the server gives up the connection). ``start`` is the
-    number of starts of the client's process before the message was sent. ``is_damaged`` is true if the network has
+    ``closed_at`` (the server stops waiting) and ``given_up_at`` (the server gives up the connection). ``start`` counts
+    how often the client's process had started before the message was sent. ``is_damaged`` is true if the network has
     changed the answer.
     """
 

@@ -82,12 +82,12 @@ class RoundResult:
 
 @dataclass
 class Outcome:
-    """Result of one rehearsal.
+    """Result of one rehearsal (a federated fit simulated in virtual time).
 
-    ``megabytes`` is the traffic in both directions, for the real model. ``failure`` is the reason for an end before the
-    last round. ``excluded`` maps (client, reason) to a number of rounds. ``log`` lists events as (seconds, machine,
-    text). ``answer_seconds`` lists the times between request and answer. ``order`` lists the lines of an asynchronous
-    rule's order file.
+    ``megabytes`` is the traffic in both directions, for the real model. ``failure`` is the reason if the rehearsal
+    ended before the last round. ``excluded`` maps (client, reason) to the number of rounds without this client's
+    update. ``log`` lists events as (seconds, machine, text). ``answer_seconds`` lists the seconds from a request to a
+    client's answer. ``order`` lists the updates' order of arrival, for asynchronous methods.
     """
 
     seed: int

@@ -31,10 +31,10 @@ def rank_outcomes(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def suggest_deadline(plan: Plan, outcomes: Sequence[Outcome]) -> str:
-    """Suggests arguments for :class:`Deadline` from the answers and rounds in all rehearsals.
+    """Suggests arguments for :class:`Deadline` from the answer times in all rehearsals (simulated fits).
 
     ``seconds`` is 1.2 times the 99 % quantile of the answer times. 95 % of rounds have at least ``min_clients`` valid
-    updates. ``rest`` is the time between the median answer and the 95 % quantile.
+    updates. ``rest`` is the time from the median of the answer times to the 95 % quantile of these times.
     """
     times = [seconds for outcome in outcomes for seconds in outcome.answer_seconds]
     if not times:

@@ -77,7 +77,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Order:
-    """Message from the server to a site. ``answer`` is the requested kind of answer (:data:`ANSWERS`).
+    """Message from the server to a site. ``answer`` is the requested kind of answer, such as ``"update"``.
 
     ``text`` is the message without signature. ``client`` is ``None`` in the query for client names. ``sum_size`` is the
     number of clients in a secure sum, or ``None`` if unknown. ``stage`` names the protocol step of the secure sum.
@@ -105,7 +105,7 @@ class RequiredStep:
     at_most: Mapping[str, float] = field(default_factory=dict)
 
     def find_fault(self, half: Half) -> str | None:
-        """Describes why a client program (``half``) lacks the step or has other values; ``None`` without a fault."""
+        """Returns a reason why the client program does not apply the required update step; ``None`` if applied."""
         reason: str | None = f"the federation has no {self.name}"
         for index, step in enumerate(half.steps):
             if type(step).__name__ == self.name:
@@ -183,7 +183,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Checks a server's message. Returns each rule's value that allows the message, or raises ``Refusal``."""
+        """Checks a server's message against a site's policy. Returns the policy values that allow the message."""
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed

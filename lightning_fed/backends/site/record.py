@@ -139,7 +139,7 @@ class Record:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Context with the site's record file open and locked. Verifies new lines, and refuses a changed record."""
+        """Context with a site's message log open and locked. Verifies new lines; raises ``RecordError`` if changed."""
         is_new, head = not self._path.exists(), self._read_head()
         if is_new and head[0]:
             raise RecordError(f"the record is missing, but has {head[0]} lines according to {str(self._head)!r}")

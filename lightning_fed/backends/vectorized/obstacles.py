@@ -1,4 +1,4 @@
-"""Checks of models and settings for vectorised visits (simultaneous training of several clients)."""
+"""Checks if a model and settings allow simultaneous training of several clients with ``torch.func.vmap``."""
 
 from __future__ import annotations
 

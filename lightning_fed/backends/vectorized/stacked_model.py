@@ -258,7 +258,7 @@ def empty_stack(value: Tensor, size: int) -> Tensor:
 
 
 def stack_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
-    """Replaces each parameter's data by stacked values, and stacks one copy of the optimizer state per client."""
+    """Replaces each parameter's data by one tensor per client, stacked. Copies each optimizer state once per client."""
     for parameter, value in zip(parameters, values, strict=True):
         for optimizer in optimizers:
             state = optimizer.state.get(parameter, {})

@@ -38,10 +38,11 @@ def ask_sum(
     visits: Sequence[Visit],
     ask: Callable[[Sequence[Visit], list[Client]], Replies],
 ) -> Replies:
-    """Sums the clients' answers to a question securely. Yields missing clients with reasons, and finally the sum.
+    """Sums clients' answers to a question securely. Yields (client, reason) for missing clients, finally the sum.
 
     ``ask`` sends the question to the clients of the secure sum, and yields masked answers. The sum is a
-    ``ClientUpdate``; the attribute ``members`` lists the summed clients. The function overwrites ``server.report``.
+    ``ClientUpdate``; the attribute ``members`` lists the summed clients. The function overwrites ``server.report``, the
+    log of the last round.
     """
     step = next(step for step in server.chain.steps if isinstance(step, SecureSum))
     server.report.round, server.report.failed = _ROUND, {}

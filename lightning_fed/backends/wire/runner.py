@@ -1,4 +1,4 @@
-"""Client side for any network: answers each message (packet) after a fit of one round in an ordinary Trainer."""
+"""Client side for any network: answers a server's message by training one round in an ordinary Trainer."""
 
 from __future__ import annotations
 

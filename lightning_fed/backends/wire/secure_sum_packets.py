@@ -117,7 +117,7 @@ def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | F
 
 
 def context_of(run: str, round: int) -> bytes:
-    """Encodes run and round as bytes, to make keys and masks valid in only one round."""
+    """Encodes run and round as bytes. Keys and masks derived with these bytes are valid in only one round."""
     return json.dumps([run, round]).encode()
 
 

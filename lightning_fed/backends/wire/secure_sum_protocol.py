@@ -60,10 +60,10 @@ SEALED = NONCE + 2 * SECRET + 16
 
 
 class SumError(ValueError):
-    """Raised, with a reason, if a secure sum fails. The reason never contains received data.
+    """Raised, with a reason, if a secure sum fails. The reason contains no data received from clients.
 
-    ``dealer`` is the client with seemingly faulty shares. After false reports by many other clients, ``dealer`` may be
-    honest.
+    ``dealer`` is a client whose secret cannot be restored, because other clients report faulty shares of this secret.
+    After false reports by many other clients, ``dealer`` may be honest.
     """
 
     def __init__(self, text: str, dealer: Client | None = None) -> None:
@@ -73,10 +73,11 @@ class SumError(ValueError):
 
 @dataclass(frozen=True)
 class Secrets:
-    """Secrets of a client for one round.
+    """Random secrets of one client for one round of secure summation.
 
-    ``sealing`` is the private key (32 bytes, never shared) for encrypting shares. ``pairing`` (16 bytes) is the secret
-    from which the private key of pairwise masks derives. ``seed`` (16 bytes) is the seed of the private mask.
+    ``sealing`` is the private key (32 bytes, never sent) for encrypting and decrypting messages between clients.
+    ``pairing`` (16 bytes) is the secret from which the private key of pairwise masks derives. ``seed`` (16 bytes) is
+    the seed of the private mask.
     """
 
     sealing: bytes
@@ -133,7 +134,7 @@ def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least
 def share_secrets(
     secrets: Secrets, client: Client, peers: Mapping[Client, bytes], least: int, context: bytes
 ) -> tuple[dict[Client, bytes], Share]:
-    """Splits a client's two secrets into shares. Any ``least`` clients can restore a secret; fewer clients cannot.
+    """Splits a client's two secrets. ``least`` clients together can restore a secret; fewer clients cannot.
 
     Returns an encrypted share for each other client, and the client's own share. ``peers`` maps clients to published
     rows (public keys), in a fixed order on all clients. ``context`` is from :func:`context_of`.
