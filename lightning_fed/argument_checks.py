@@ -45,7 +45,7 @@ def check_positive(name: str, value: object) -> float:
 
 
 def check_nonnegative(name: str, value: object) -> float:
-    """Checks and converts a finite number of at least 0."""
+    """Checks a finite number of at least 0, and converts the number to float."""
     number = check_number(name, value)
     if not 0 <= number < math.inf:
         raise ValueError(f"Expected `{name}` to be at least 0 and finite, but got {value}.")

@@ -87,7 +87,7 @@ def _is_equal(left: Tensor, right: Tensor) -> bool:
 
 @dataclass
 class Request:
-    """Message from a client to the server before a visit.
+    """Message from a client to the server before training: requests the global model.
 
     Args:
         client: The client's name or number.
@@ -123,12 +123,12 @@ class Broadcast:
 
 @dataclass
 class ClientUpdate:
-    """Message from one client to the server after a visit's training.
+    """Message from one client to the server after local training.
 
     Args:
         client: The client's name or number.
         num_samples: Number of local examples: the client's weight in an average.
-        state: Entries after the training (not differences).
+        state: Values of parameters and buffers after the training (not differences).
         extras: Further tensors from the federated method (prototypes, statistics, ...).
         metrics: Numbers to log.
         rows: Row indices of entries in ``state`` with only some rows. The server sets these to the rows in the

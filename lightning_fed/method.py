@@ -168,7 +168,7 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
 
 
 def list_options(method: type | Callback) -> dict[str, Any]:
-    """Maps each option in a method or callback to the default value. Without default: ``inspect.Parameter.empty``."""
+    """Maps the options in a method's or callback's constructor to defaults; ``inspect.Parameter.empty`` without."""
     kind = method if isinstance(method, type) else type(method)
     parameters = inspect.signature(kind).parameters.values()
     return {option.name: option.default for option in parameters if option.kind is not option.POSITIONAL_ONLY}

@@ -92,9 +92,9 @@ class RoundSynchronisation(ABC):
 
     @abstractmethod
     def join(self, state: State, optimizers: Any, cohort: Any, is_cut: bool = False) -> None:
-        """Merges the updates and reports of all processes, after the last visit.
+        """Merges the updates and reports of all processes, after all processes have trained the round's clients.
 
-        If ``is_cut`` (the fit ended in this process before the round's last visit), all processes raise an error.
+        If ``is_cut`` (the fit ended in this process before the round's last client), all processes raise an error.
         """
 
     @abstractmethod
@@ -103,7 +103,7 @@ class RoundSynchronisation(ABC):
 
     @abstractmethod
     def end_round(self) -> None:
-        """Called at the end of a round. Afterwards all processes communicate again."""
+        """Ends a round. Afterwards all processes communicate again."""
 
     @abstractmethod
     def abort(self) -> None:

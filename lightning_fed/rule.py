@@ -76,7 +76,8 @@ class RuleCapabilities:
         """Draws a round's clients (:class:`~lightning_fed.server.schedule.Cohort`), in the updates' arrival order.
 
         ``schedule`` is the federation's :class:`~lightning_fed.server.schedule.Schedule`, and ``population`` a
-        :class:`~lightning_fed.data.Population`. Later rounds are also drawn, to estimate the number of steps in a fit.
+        :class:`~lightning_fed.data.Population`. The method is also called for future rounds, to estimate the number of
+        steps in a fit.
         """
         return schedule.cohort(round, population.clients, always=self.always)
 
@@ -126,7 +127,7 @@ class Aggregator(RuleCapabilities, ABC):
 
     @abstractmethod
     def broadcast(self, request: Request) -> Broadcast:
-        """Returns the broadcast for a client's request, with whole entries. The server then selects the requested rows.
+        """Returns the broadcast for a client's request, with whole tensors. The server then selects the requested rows.
 
         The server does not change the returned tensors.
         """
@@ -152,7 +153,7 @@ class Aggregator(RuleCapabilities, ABC):
         """
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log after the aggregation, by logged name, such as ``fesem/moved``."""
+        """Numbers to log after an aggregation, by name in the log, such as ``fesem/moved``."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

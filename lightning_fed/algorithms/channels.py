@@ -172,16 +172,17 @@ class ChannelRule(AveragingAggregator):
         """Raises an error before the fit if the method does not support the Trainer's settings or the module."""
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        """Returns a correction for the gradient of each entry, constant during the visit; by default no corrections."""
+        """Returns a term to add to the gradient of each parameter, constant in this round; by default no terms."""
         return {}
 
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Observes a parameter's gradient in an optimizer step, before the correction. Returns a record, such as a sum.
+        """Follows a parameter's gradient in an optimizer step, before the correction. Returns a record, such as a sum.
 
-        ``record`` is the return value from the visit's previous step; ``None`` in the first step. The gradient includes
-        the loss scale ``scale``. ``group`` is the parameter's group in the optimizer, ``state`` the optimizer state.
+        ``record`` is the return value from the previous step in this round; ``None`` in the first step. The gradient
+        includes the loss scale ``scale``. ``group`` is the parameter's group in the optimizer, ``state`` the optimizer
+        state.
         """
         return record
 
@@ -190,7 +191,7 @@ class ChannelRule(AveragingAggregator):
         return correction
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Writes tensors for the server to ``visit.up``, and tensors to store on the client to ``visit.memory``."""
+        """Client side, after training: writes tensors for the server to ``visit.up``, own state to ``visit.memory``."""
 
     # The server
 

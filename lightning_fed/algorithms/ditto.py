@@ -27,22 +27,22 @@ from lightning_fed.rule import Aggregator
 
 
 class PersonalModel(GradientTerm):
-    r"""Trains the global model in the first epochs of a visit, and the client's personal model in the remaining epochs.
+    r"""Trains the global model in the first local epochs of a round, and the client's personal model in the others.
 
     The personal model :math:`v_i` starts from the client's first broadcast and stays in the client's memory. Training
     uses the client's data, fresh optimizers, and gradients
 
     .. math:: g(v_i) + \lambda (v_i - x)
 
-    with the visit's broadcast :math:`x`. After the personal epochs, the module, the optimizers and the per-step
+    with the global model :math:`x` of the round. After the personal epochs, the module, the optimizers and the per-step
     schedulers are reset to the end of the global epochs. The client's update therefore equals the update without this
     callback, bit for bit. Evaluation uses :math:`v_i` (``fed/val_acc/mean``, :meth:`Federation.client_state`), or
-    before the client's first visit the global model. Reference: Li et al., ICML 2021, Algorithm 1.
+    before the client's first round the global model. Reference: Li et al., ICML 2021, Algorithm 1.
 
     If the federation has personal entries (``personal``), both models have separate values for these entries, and the
     regulariser skips these entries. Gradient terms from other methods (SCAFFOLD, FedProx) only apply in the global
     epochs. If a straggler stops before the personal epochs, :math:`v_i` does not change. NaN or infinite values in
-    :math:`v_i` exclude the client from the round; the client keeps :math:`v_i` from the last valid visit.
+    :math:`v_i` exclude the client from the round; the client keeps :math:`v_i` from the last valid round.
     ``train_loss`` includes the losses of both models.
 
     Args:
@@ -52,8 +52,8 @@ class PersonalModel(GradientTerm):
 
     Raises:
         ValueError: If ``lam`` is negative or not finite, or ``global_epochs`` is below 1.
-        MisconfigurationException: In ``fit``, if visits have no remaining epochs, if ``local_steps`` is set, or if
-            clients receive only some rows of an entry.
+        MisconfigurationException: In ``fit``, if no epochs remain for the personal model, if ``local_steps`` is set, or
+            if clients receive only some rows of an entry.
 
     Example:
         >>> from lightning_fed import FederatedTrainer

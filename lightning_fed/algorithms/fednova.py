@@ -121,7 +121,7 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Simulates SGD with gradient 1. Returns the momentum, and the distance from the start after each step."""
+        """Simulates one SGD step with gradient 1. Returns the momentum, and the distance from the start by step."""
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length
@@ -135,7 +135,7 @@ class FedNova(ChannelRule):
         return momentum, lengths
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Adds the accumulated step length :math:`d_K` for each shared parameter to the update; 0 without a step."""
+        """Sends the length :math:`d_K` (class docstring) for each shared parameter; 0 without optimizer steps."""
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad or name in visit.records:
                 _, lengths = visit.records.get(name, (0.0, [0.0] * max(1, visit.steps)))

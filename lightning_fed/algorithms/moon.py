@@ -38,10 +38,10 @@ class ContrastiveTerm(RevertingCallback, FederatedCallback):
     .. math:: \ell = - \mu \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
 
     Here :math:`z` are an example's features from the current model, :math:`z_g` from the broadcast model, and
-    :math:`z_p` from the client's last model. A client's first visit has no contrastive term. Feature maps and tokens
-    are averaged over positions (the channel axis is the last at a linear layer, else the second), and the loss is the
-    mean over the batch. The callback adds the gradient at the features in every backward pass; ``training_step`` and
-    the logged loss do not change. Each forward pass through the network requires two additional passes through the
+    :math:`z_p` from the client's last model. In a client's first round there is no contrastive term. Feature maps and
+    tokens are averaged over positions (the channel axis is the last at a linear layer, else the second), and the loss
+    is the mean over the batch. The callback adds the gradient at the features in every backward pass; ``training_step``
+    and the logged loss do not change. Each forward pass through the network requires two additional passes through the
     extractor. Reference: Li et al., CVPR 2021, equations 3 and 4.
 
     Args:

@@ -21,7 +21,7 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 class HonestSteps:
-    """Running mean and standard deviation of the honest updates in a round, and one honest update.
+    """Running mean and standard deviation of the honest clients' updates in a round, and one of these updates.
 
     ``first`` is the update from the client with the smallest hash of the client's name. Memory is O(model).
 
@@ -75,7 +75,7 @@ class OmniscientAttack(AttackStep, CollectingStep):
 
     @abstractmethod
     def fake(self, honest: HonestSteps) -> State:
-        """Returns the update sent by all malicious clients (float64 entries), from the honest updates' statistics."""
+        """Returns the update sent by all malicious clients (float64), computed from the honest updates' statistics."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         self._trusted = frozenset(rule.always)

@@ -256,9 +256,9 @@ class BatchLoop:
 
 
 def build_batch_loop(fit: FederatedFit) -> BatchLoop | None:
-    """Returns the package's loop for visits one by one, or ``None`` if Lightning's loop is necessary.
+    """Returns the package's fast loop for training clients one by one; ``None`` if only Lightning's loop is possible.
 
-    The log states the reason. With ``visits="fused"``, this case is an error.
+    The log states the reason for Lightning's loop. With ``visits="fused"``, an error is raised instead.
     """
     trainer = fit.trainer
     obstacle = find_obstacle(trainer, fit.module, fit.has_one_client)

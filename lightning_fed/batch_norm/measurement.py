@@ -449,7 +449,7 @@ def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state:
 
 
 def warn_of_report(client: Client, fault: object) -> None:
-    """Warns that a client's BatchNorm statistics are excluded because of ``fault``."""
+    """Warns that a client's BatchNorm statistics are invalid (``fault``) and therefore excluded."""
     _log.warning("The BatchNorm statistics of client %r are excluded: %s.", client, fault)
 
 
@@ -556,7 +556,7 @@ def _write_statistics(
 
 
 def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> None:
-    """Warns if the shortest visit, with ``batches`` batches, is too short for averaged BatchNorm statistics."""
+    """Warns if averaged BatchNorm statistics change too slowly, because a client trains only ``batches`` batches."""
     remaining = max(
         (
             (1 - layer.momentum) ** batches  # weight of the old statistics after the visit

@@ -70,7 +70,7 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Describes how a tensor in a training step was computed, to find losses between class scores and labels.
+    """Describes how the loss computation produced a tensor, to find losses between class scores and labels.
 
     ``leaves`` are the indices of the batch tensors used in the computation, and ``losses`` the losses' indices. If the
     sum over the tensor's elements is itself a loss, ``product`` is the index of this loss.

@@ -295,14 +295,14 @@ class Federation(TrainerCallback):
 
     @property
     def policies(self) -> dict[str, Policy]:
-        """Maps entry names to policies such as ``"shared"`` or ``"personal"``; empty before a fit or evaluation."""
+        """Maps state dict entries to policies, such as ``"shared"`` (averaged) or ``"personal"`` (never sent)."""
         return dict(self._fit.policies)
 
     def client_state(self, client: Client) -> dict[str, Any]:
         """State of a client's model: the global model with the client's personal entries.
 
         The result is a copy with the structure of ``module.state_dict()``. After ``trainer.validate`` or
-        ``trainer.test`` with a checkpoint, the state comes from the checkpoint. Before a client's first visit the
+        ``trainer.test`` with a checkpoint, the state comes from the checkpoint. Before a client's first round the
         personal entries have the server's initial values. Raises ``RuntimeError`` before the clients are known and
         during a round, and ``ValueError`` for an unknown client.
         """
@@ -330,7 +330,7 @@ class Federation(TrainerCallback):
         question: Mapping[str, Any],
         own: bool = False,
     ) -> Answers:
-        """Asks clients a question outside a round: each client receives a model, and sends an answer.
+        """Asks clients a question outside a round. Each client receives a model, and answers with this model.
 
         In this process, or in several processes with shared clients, ``callback`` answers
         (:meth:`~lightning_fed.federated_callback.AskableCallback.on_client_question`). On other machines, a callback
@@ -341,7 +341,7 @@ class Federation(TrainerCallback):
             callback: The callback.
             clients: The clients.
             question: The question: primitives and plain containers.
-            own: Whether each client uses the client's own model instead of the global model.
+            own: Whether each client's own model, instead of the global model, is loaded.
         """
         return ask(self._fit, module, callback, clients, question, own)
 
@@ -361,7 +361,7 @@ class Federation(TrainerCallback):
         return self._fit.local_model(pl_module)
 
     def own_models(self, pl_module: L.LightningModule) -> AbstractContextManager[Callable[[Client], None]]:
-        """Context that yields a function to load a client's model, and finally restores the global model."""
+        """Context that yields a function to load a client's own model, and finally restores the global model."""
         return own_models(self._fit, pl_module)
 
     @property
@@ -409,7 +409,7 @@ class Federation(TrainerCallback):
             check_estimate(self._fit)
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Prepares the fit's server, clients and entry policies. ``on_fit_start`` has then run in all callbacks."""
+        """Prepares the fit's server, clients and policies of state dict entries, after all ``on_fit_start`` hooks."""
         self._loop.start_fit()
         self._add_unseen(trainer, pl_module)
 
@@ -469,7 +469,7 @@ class Federation(TrainerCallback):
                 add_callbacks(trainer, self, [unseen.UnseenData(partial(getattr, self, "_fit"))])  # can be pickled
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Abandons an unfinished round, and prepares the Trainer's loops for the next round."""
+        """Abandons an unfinished round, and prepares Lightning's loops for the next round."""
         show_status(trainer, "")
         if self.has_own_statistics:
             load_feature("lightning_fed.batch_norm.measurement").warn_of_monitors(self._fit)

@@ -89,7 +89,7 @@ class LoggedValue:
         self.cases += added.cases
 
     def limited(self, weight: float) -> LoggedValue:
-        """Limits the weight of a logged mean to ``weight``. Values with another reduction are unchanged."""
+        """Reduces the weight of a logged mean to at most ``weight``. Values with another reduction are unchanged."""
         if self.total is None or self.reduce_fx != "mean" or self.weight <= weight:
             return self
         return replace(self, total=self.total * (weight / self.weight), weight=weight)
@@ -127,7 +127,7 @@ class LoggedValues:
     directions: dict[str, bool] = field(default_factory=dict)
 
     def take(self, call: LogCall) -> None:
-        """Adds the value of a ``log`` call, unless the value is logged only per step."""
+        """Adds the value from a module's ``log`` call to the epoch's values. Skips values logged only per step."""
         if call.on_epoch is False:
             return
         name = self.full_name(call)

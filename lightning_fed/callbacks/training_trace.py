@@ -63,11 +63,11 @@ class TrainingTrace(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassTask:
-    """Classes that a module learns: classifier layer, number of classes, ignored label and position of labels.
+    """Classification task found in a trial step: classifier, number of classes, ignored label and labels' position.
 
     ``target`` is a function from a batch to labels, or ``None`` if ``training_step`` changes the labels. The function
-    refuses batches whose structure differs from the traced batch. ``is_multilabel`` is true if an example has a label
-    for each class.
+    refuses batches with another structure than the batch in the trial step. ``is_multilabel`` is true if an example has
+    a label for each class.
     """
 
     layer: str

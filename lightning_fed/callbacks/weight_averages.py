@@ -1,9 +1,9 @@
-"""Lightning's weight averaging in a federation: each client averages the weights over the steps of a visit.
+"""Lightning's weight averaging in a federation: each client averages the weights over local steps.
 
 The server averages the clients' models, and separately the clients' averaged weights.
 
-During a fit the averaged weights are additional entries of the module. Rule, checks, messages and resuming therefore
-treat averaged weights like the model.
+During a fit the averaged weights are additional tensors in the module's state. Rule, checks, messages and resuming
+therefore treat averaged weights like the model.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _AFTER_ROUNDS = (
 
 
 class WeightAverages(FederatedCallback):
-    """Runs a ``WeightAveraging`` callback in the visits of a fit, until :meth:`restore`.
+    """Runs a ``WeightAveraging`` callback in the clients' training, until :meth:`restore`.
 
     ``should_update(step_idx=s)`` is called on the client after each optimizer step. The index ``s`` counts a client's
     steps over the rounds. ``should_update(epoch_idx=r)`` is called with the global model after round ``r``.

@@ -125,7 +125,7 @@ class CarriedAttributes:
         self._watch()
 
     def start_visit(self) -> None:
-        """Starts a client's training, and clears the states of optimizers that the module stores in attributes."""
+        """Prepares the search before a client's training: clears the states of optimizers stored in attributes."""
         self._clear_optimizers()
         self._num_visits += 1
         self._is_seen.clear()

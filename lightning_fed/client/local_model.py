@@ -42,29 +42,31 @@ _KINDS = ("_parameters", "_buffers", "_modules")
 
 
 class LocalModel:
-    """Loads clients' models into the user's module, one after another.
+    """Loads the models of clients into the user's module, one client after another.
 
     Shared entries come from the broadcast, and frozen entries from the server. Personal entries come from the client's
-    store, or before the first visit from the server's initial values. Outside visits the module has the global model.
+    store, or before the client's first round from the server's initial values. When no client trains, the module has
+    the global model.
 
-    Tensors outside ``state_dict`` pass no information between visits: buffers start with the round's initial values,
-    and parameters must not change. Tensors and layers added in a visit are removed after the visit, and restored after
-    the round if all clients have added equal tensors.
+    Tensors outside ``state_dict`` pass no information between clients: buffers start with the round's initial values,
+    and parameters must not change. Tensors and layers added in a client's training are removed afterwards, and restored
+    after the round if all clients have added equal tensors.
 
-    Loading copies values into the module's entries, except for sliced entries (tables of which a client receives only
-    some rows). For these the client's rows replace the parameter's data, so the whole table is in memory only once.
+    Loading copies values into the module's parameters and buffers, except for sliced entries (tables with requested
+    rows). For these tables the client's rows replace the parameter's data, so the whole table is in memory
+    only once.
 
     Args:
         module: The user's module.
         policies: The policy of every entry, from :func:`lightning_fed.model.entries.entry_policies`.
         store: Store for the clients' personal entries.
         resizes: Whether the module adopts new shapes of received entries.
-        initial: Initial values of personal entries for a client's first visit, if different from the server's.
+        initial: Initial values of personal entries for a client's first round, if different from the server's.
 
     Attributes:
-        server_entries: The server's values of entries not sent.
-        dropped: Names of buffers with ``persistent=False`` that visits changed. Every visit starts without these
-            changes.
+        server_entries: The server's values of parameters and buffers, if not sent.
+        dropped: Names of buffers with ``persistent=False`` that training changed. Every client's training starts
+            without these changes.
     """
 
     def __init__(
@@ -108,10 +110,10 @@ class LocalModel:
         self.dropped = set[str]()
 
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
-        """Returns the shared entries. Entries are copied, except sliced entries (clients receive only some rows).
+        """Copies the module's shared parameters and buffers. Tables with requested rows are returned without a copy.
 
-        Visits never write into the tensors of sliced entries. If an entry has the same values in ``known``, the tensor
-        in ``known`` is returned instead of a copy.
+        Training never writes into these tables. If ``known`` contains a tensor with the same name and values, this
+        tensor is returned instead of a copy.
         """
         self._find_entries()
         known = {name: value for name, value in (known or {}).items() if name in self.entries}
@@ -197,7 +199,7 @@ class LocalModel:
         return find_implausible({name: personal[name] for name in was_plausible})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Builds the client's update after a visit. Refuses a visit that changed tensors outside ``state_dict``."""
+        """Builds a client's update after training. Raises an error if tensors outside ``state_dict`` have changed."""
         self._check_unsaved()
         return ClientUpdate(client, num_samples, self.global_state(known))
 

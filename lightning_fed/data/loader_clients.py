@@ -240,7 +240,7 @@ class _Streams:
 
     @property
     def leading(self) -> int:
-        """Index of the dataloader with a pass's last batch: the shortest in mode ``"min_size"``, else the longest."""
+        """Index of the dataloader at the end of a pass: the shortest in mode ``"min_size"``, else the longest."""
         lengths = [math.inf if (length := sized_len(stream)) is None else length for stream in self.streams]
         return lengths.index(min(lengths) if self.mode == "min_size" else max(lengths))
 

@@ -67,7 +67,7 @@ class PlannedVisit:
 
 @dataclass(slots=True)
 class VisitBatch:
-    """Batch, or exception from loading the batch. ``is_last`` marks the last batch from a dataloader without length."""
+    """One batch, or the exception from loading the batch. ``is_last``: last batch of a dataloader without length."""
 
     position: int
     batch: Any = None

@@ -108,7 +108,7 @@ class RoundLoader:
             yield None
 
     def seed(self, group: Sequence[PlannedVisit]) -> None:
-        """Seeds the random generators before a visit's first batch, because data sets may change examples randomly."""
+        """Seeds the random generators before a client's first batch, because data sets may change examples randomly."""
         seed_everything(group[0].visit.seed)
 
     def open_stream(self) -> Iterator[VisitBatch]:

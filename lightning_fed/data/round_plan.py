@@ -1,4 +1,4 @@
-"""Plan of a round: the visits in this process, their lengths, and faults in the clients' data."""
+"""Plan of a round: the clients to train in this process, the numbers of batches, and faults in clients' data."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _AGAIN = 1.0  # seconds until the alarm repeats, for code that swallows the exce
 
 
 class VisitClock:
-    """Timer: raises :class:`~lightning_fed.errors.VisitTimeout` when a client's visit exceeds the time limit.
+    """Timer: raises :class:`~lightning_fed.errors.VisitTimeout` if a client's training exceeds the time limit.
 
     The clock uses the Unix alarm (``SIGALRM``), which interrupts Python code waiting for a file, a lock or a worker
     process, but not a loop in C. Only code inside the context :meth:`interrupting` is interrupted. An earlier alarm,

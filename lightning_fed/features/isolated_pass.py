@@ -124,7 +124,7 @@ def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTr
 
 
 def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
-    """Copies all attributes restored by :func:`isolated_pass`. Keys are attribute paths."""
+    """Copies the attributes that :func:`isolated_pass` restores on the module and submodules. Keys are paths."""
     paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
     noted: dict[str, Any] = {}
     for layer in {id(layer): layer for layer in (*module.modules(), *find_metrics(module))}.values():
@@ -180,7 +180,7 @@ def loss_in(output: Any) -> Any:
 
 
 def forward_step(module: L.LightningModule) -> str | None:
-    """Chooses the method for a pass without optimizer step, such as ``training_step``; ``None`` if none is usable."""
+    """Name of the method for a batch without optimizer step: ``training_step``, ``validation_step`` or ``None``."""
     if module.automatic_optimization:
         return "training_step"
     return "validation_step" if is_overridden("validation_step", module) else None

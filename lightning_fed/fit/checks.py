@@ -269,7 +269,7 @@ def check_model(state: Mapping[str, Tensor]) -> None:
 
 
 def check_option(name: str, then: str, now: str) -> None:
-    """Raises an error if the option ``name`` differs from the checkpoint's value ``then`` (``""`` if unknown)."""
+    """Raises an error if an option has another value than in the checkpoint (``then``; ``""`` if unknown)."""
     if then and then != now:
         raise ValueError(
             f"Expected `{name}` to be {then}, as in the checkpoint, but got {now}: resume with the same value, or "
@@ -318,5 +318,5 @@ def describe_clients(clients: Sequence[Client]) -> str:
 
 
 def count_of(description: Any) -> str:
-    """Returns the number of clients, as text, from a text by :func:`describe_clients`."""
+    """Returns the number of clients, as text, from a description by :func:`describe_clients`."""
     return str(description).partition(" ")[0]

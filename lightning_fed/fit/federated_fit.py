@@ -1,4 +1,4 @@
-"""State of a federated fit over all rounds, and the interface to clients or server on other machines."""
+"""State of a federated fit over all rounds, and the interface to clients or a server on other machines."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RemoteSide(ABC):
 
     @abstractmethod
     def start(self, fit: FederatedFit) -> None:
-        """Prepares the connection for a round. The Trainer has already created the optimizers."""
+        """Prepares the connection to other machines before a round. The Trainer has already created the optimizers."""
 
     @abstractmethod
     def exchange(self, round: Any) -> None:
@@ -157,7 +157,7 @@ class BatchNormState:
         return self.treatment == "recalibrate" or is_open
 
     def store_initial(self, module: nn.Module, policies: Mapping[str, Policy]) -> None:
-        """Copies the module's running statistics, as initial values for clients' first visits."""
+        """Copies the module's BatchNorm statistics, as initial values for each client's first training."""
         own = self.treatment
         is_needed = isinstance(own, LocalStatistics) and own.unseen == "pooled" and own.measured == "visit"
         if is_needed and not self.initial_statistics:

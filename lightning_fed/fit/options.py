@@ -47,7 +47,7 @@ class LocalStatistics:
 
 @dataclass(frozen=True)
 class FixedStatistics:
-    """``batch_norm=``: running statistics are averaged for some rounds and then fixed, also in training (FixBN).
+    """``batch_norm=``: averages running statistics for some rounds, then fixes the statistics in training (FixBN).
 
     Args:
         after: Number of rounds before the statistics are fixed, at least 0.
@@ -64,7 +64,7 @@ class FixedStatistics:
 
 
 class VisitsAtOnce(ABC):
-    """Base class for values of the option ``visits`` that request simultaneous training of several clients."""
+    """Base class for values of the option ``visits`` that train several clients simultaneously."""
 
     clients: int
 

@@ -364,7 +364,7 @@ def move_log_position(trainer: L.Trainer, count: int) -> None:
 
 
 def keep_schedulers(trainer: L.Trainer, configs: Sequence[Any]) -> None:
-    """Makes Lightning step only the schedulers ``configs``: Lightning reads the strategy's list at every step."""
+    """Makes Lightning step only the schedulers ``configs``, by changing the strategy's list."""
     trainer.strategy.lr_scheduler_configs = list(configs)
 
 

@@ -21,7 +21,7 @@ class _Neuron(NamedTuple):
 
 
 def find_groups(tracer: Tracer) -> list[PermutationGroup]:
-    """Finds all permutation groups in a traced network, in network order."""
+    """Finds all permutation groups (neurons permuted together) in a traced network, in network order."""
     axes = dict(tracer.axes)
     for name, elements in tracer.elements.items():
         _follow_axis(tracer, axes, name, elements)

@@ -55,7 +55,7 @@ def linear(tracer: Tracer, call: Call) -> Any:
 
 
 def matmul(tracer: Tracer, call: Call) -> Any:
-    """Traces neurons through matrix products, with a parameter or between two activations."""
+    """Follows neurons through matrix products, with a parameter or between two activations."""
     return _product(tracer, call, call.arguments["input"], call.tensors[-1], call.shape)
 
 

@@ -187,7 +187,7 @@ def match_states(
 
 
 def check_width_limit(name: str, value: WidthLimit) -> WidthLimit:
-    """Checks a width limit: ``None``, ``"auto"``, or a finite number of at least 1."""
+    """Checks a limit for layer widths: ``None``, ``"auto"``, or a finite number of at least 1."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is None or value == "auto" or (is_number and 1 <= value < float("inf")):
         return value

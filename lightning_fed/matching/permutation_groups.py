@@ -36,8 +36,7 @@ from lightning_fed.model.entries import entry_tensors, tensor_slots
 class PermutationGroups:
     """Permutation groups of a module (sets of neurons that can be permuted), in execution order.
 
-    The Python methods accept states such as ``module.state_dict()``, also with missing entries. Orders, sizes and
-    indices are dictionaries by group name.
+    The methods accept state dicts, also with missing entries. Orders, sizes and indices are dictionaries by group name.
 
     Attributes:
         groups: Permutation groups.

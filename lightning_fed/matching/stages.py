@@ -74,7 +74,7 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
 
 
 def check_stages(choice: StageChoice) -> StageChoice:
-    """Raises ``ValueError`` for an invalid argument ``choice`` of :func:`find_stages`."""
+    """Raises ``ValueError`` if ``choice`` is not a valid argument of :func:`find_stages` (sets of layers to match)."""
     if isinstance(choice, Sequence) and not isinstance(choice, str):
         is_right = len(choice) > 0 and all(_are_patterns(patterns) for patterns in choice)
     else:

@@ -306,7 +306,7 @@ def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
 
 
 def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> str | None:
-    """Describes a state's first difference in names, shapes or dtypes from ``reference``, or returns ``None``."""
+    """Describes a state dict's first difference in names, shapes or dtypes from ``reference``, or returns ``None``."""
     missing = [name for name in reference if name not in state]
     if missing:
         return f"missing entries: {list_first(missing)}"
@@ -440,7 +440,7 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
 
 
 def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
-    """Checks a selector argument (patterns, module types and functions), and returns a tuple."""
+    """Checks an argument with selectors of state dict entries (patterns, module types, functions). Returns a tuple."""
     if isinstance(selectors, str) or not isinstance(selectors, Iterable):
         raise ValueError(f"Expected `{name}` to be a list, such as ['head.*', nn.BatchNorm2d], but got {selectors!r}.")
     checked = tuple(selectors)

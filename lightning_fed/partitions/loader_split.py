@@ -60,7 +60,7 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
 
 
 def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients:
-    """Splits a user's ``DataLoader`` into clients, with the same batch size, collation and workers.
+    """Splits a user's ``DataLoader`` into one loader per client, with the same batch size, collation and workers.
 
     ``shuffle=True`` shuffles within each client. For any other sampler,
     :class:`~lightning_fed.partitions.sampler_stream.SamplerStream` divides the passes among the clients.

@@ -62,7 +62,7 @@ class SamplerStream:
             )
 
     def part(self, client: Client, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a client's part of a sampler pass: indices into the client's data, and each example's batch index.
+        """Returns a client's examples in a pass of the user's sampler: indices, and each example's batch index.
 
         ``number`` is the index of the pass in the round; ``epoch``, the index in the fit, is for ``set_epoch``.
         """

@@ -335,7 +335,7 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped update to the sum; a mean over n clients counts n times. Clips again after rounding."""
+        """Adds a clipped update to the sum; a mean over n clients counts n times. Clips again if rounding adds norm."""
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(
@@ -481,7 +481,7 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
 
 
 def refuse_statistics(module: L.LightningModule, federation: Federation, how: str) -> None:
-    """Refuses BatchNorm statistics shared with the server. ``how`` completes the error, as in "without noise"."""
+    """Raises an error if clients send BatchNorm statistics to the server. ``how`` completes the error's text."""
     option, statistics = federation.options.batch_norm, sorted(batch_norm_statistics(module))
     is_local = option.unseen != "pooled" if isinstance(option, LocalStatistics) else option in _LOCAL_TREATMENTS
     if statistics and not is_local:

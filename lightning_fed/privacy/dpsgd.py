@@ -56,7 +56,7 @@ _NOISE = 1
 
 @dataclass
 class _Account:
-    """A client's data for the privacy accountant: examples, batch size, noised steps, and steps in the last visit."""
+    """A client's data for the privacy accountant: examples, batch size, noised steps, and steps in the last round."""
 
     num_samples: int
     batch_size: int
@@ -75,7 +75,7 @@ class _Account:
         return _Account(self.num_samples, self.batch_size, steps, steps)
 
     def after(self, other: _Account) -> _Account:
-        """Adds the steps of a later visit to this account. All steps count with the larger sampling probability."""
+        """Adds a later round's steps to this account. All steps count with the larger sampling probability."""
         return _Account(
             min(self.num_samples, other.num_samples),
             max(self.batch_size, other.batch_size),
@@ -277,7 +277,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
             self._visit.check_untrained()
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Removes the gradient hooks, and adds the visit's steps to the privacy account, also if the visit failed."""
+        """Removes the gradient hooks, and adds this training's steps to the privacy account, also after a failure."""
         visit = self._visit
         if visit is not None and visit.number >= 0:
             self._round_accounts[client] = visit.planned.with_steps(visit.number + 1)

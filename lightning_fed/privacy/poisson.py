@@ -56,7 +56,7 @@ class PoissonSampling:
         return positions if len(positions) else np.zeros(1, dtype=np.int64)
 
     def load(self, loader: Any, planned: PlannedVisit) -> Iterator[Any]:
-        """Yields batches with independent random samples (Poisson sampling) for one client's turn in a round."""
+        """Yields batches with independently drawn examples (Poisson sampling), for one client's training in a round."""
         visit, (loader, batch_size) = planned.visit, check_poisson_loader(loader)
         batches = (
             self.served(visit.client, visit.round, number, planned.num_samples, batch_size)
@@ -66,7 +66,7 @@ class PoissonSampling:
 
 
 def examples_per_batch(population: Population, client: Client) -> int:
-    """Expected number of examples per batch. Raises an error if the client's examples cannot be drawn independently."""
+    """Expected number of examples in a Poisson-sampled batch. Raises an error if such batches are impossible."""
     if isinstance(population, DatasetClients) and population.split_loader is None:
         return population.batch_size
     loader: Any = population.split_loader or population

@@ -166,7 +166,7 @@ class SecureSum(UpdateStep):
         return RingSum(self)
 
     def vector(self, update: ClientUpdate) -> State:
-        """Returns the tensors to sum from an update, including the weight. Other tensors raise ``BadUpdate``."""
+        """Returns the tensors in an update for the secure sum, with the weight. Other tensors raise ``BadUpdate``."""
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
             if update.extras:
@@ -198,7 +198,7 @@ class SecureSum(UpdateStep):
 
 
 class RingSum(Held):
-    """Running sum over the clients' updates (int32, modulo 2^32), and the list of summed clients."""
+    """Running sum over the clients' masked updates (int32, modulo 2^32), and the list of summed clients."""
 
     def __init__(self, step: SecureSum) -> None:
         super().__init__(step)

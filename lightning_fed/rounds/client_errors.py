@@ -1,4 +1,4 @@
-"""Classification of errors in a visit: faults of one client, or errors that end the fit."""
+"""Classification of errors in a client's training: faults of one client, or errors that end the fit."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class RoundLoop:
         self.is_attached = True
 
     def prepare(self) -> None:
-        """Decides whether the fit is federated or plain: a plain fit (one client) equals training without a federation.
+        """Decides if a fit is federated, or equals training without a federation ("plain": a fit with one client).
 
         A federated fit refuses Trainer settings invalid in rounds. A plain fit cannot resume as a federated fit or vice
         versa, because only checkpoints of a plain fit contain optimizer states in Lightning's form.

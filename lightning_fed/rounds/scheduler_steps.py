@@ -15,7 +15,7 @@ _COUNTED_CLIENTS = 1000
 
 
 def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
-    """Counts a learning-rate scheduler's steps in ``rounds`` rounds, with one step per ``window`` batches."""
+    """Counts a scheduler's steps in ``rounds`` rounds, with one step after every ``window`` batches of a client."""
     sizes: dict[Client, int] = {}
     steps = furthest = 0
     for round in range(rounds):
@@ -33,7 +33,7 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
 
 
 def check_estimate(fit: FederatedFit) -> None:
-    """Warns if a scheduler with interval "step" makes fewer steps than ``trainer.estimated_stepping_batches``."""
+    """Warns if a per-step scheduler makes fewer steps than ``trainer.estimated_stepping_batches`` counts."""
     trainer = fit.trainer
     is_manual = not fit.module.automatic_optimization
     if not any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):

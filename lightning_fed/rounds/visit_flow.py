@@ -31,13 +31,13 @@ _FIT_NUMBER = f"{OPTIMIZER}fit"  # index of the last fit, next to the optimizer 
 
 
 class Ask(NamedTuple):
-    """Yielded in a client's turn to request the global model. The reply is the server's broadcast."""
+    """Yielded at the start of a client's training to request the global model. The reply is the server's broadcast."""
 
     request: Request
 
 
 class Step(NamedTuple):
-    """Request for a training step, yielded in a client's turn. The reply is ``True`` if the step returned a loss."""
+    """Yielded in a client's training to request a training step. The reply is ``True`` if the step returned a loss."""
 
 
 class Answer(NamedTuple):
@@ -82,7 +82,7 @@ class ClientVisit:
         self._flow = self.run()
 
     def run(self) -> Flow:
-        """Runs the client's turn as a generator: yields a request to the server, training steps, and the update."""
+        """Trains one client, as a generator: yields a request to the server, training steps, and the update."""
         trainer, module, client = self._trainer, self._module, self.planned.visit.client
         try:
             # Request.
@@ -140,7 +140,7 @@ class ClientVisit:
                 callback.on_client_visit_end(trainer, module, client)
 
     def advance(self, has_loss: bool | None = None) -> None:
-        """Continues the visit up to the next training step or the end. An error excludes the client.
+        """Continues a client's training up to the next training step or the end. An error excludes the client.
 
         ``has_loss`` is ``True`` if the last training step returned a loss; ``None`` before the first batch.
         """

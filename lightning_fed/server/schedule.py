@@ -64,7 +64,7 @@ def count_visit_batches(visit: Visit, batches_per_epoch: int) -> int:
 
 @dataclass(frozen=True)
 class Cohort:
-    """Clients in a round: planned visits, and clients that were drawn but never report (``dropped``)."""
+    """Clients in a round: planned trainings (``visits``), and drawn clients that never report (``dropped``)."""
 
     visits: tuple[Visit, ...]
     dropped: tuple[Client, ...] = ()

@@ -172,7 +172,7 @@ class ServerInterface(ABC):
 
     @abstractmethod
     def start_round(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from the global model's shared entries."""
+        """Starts a round from the global model's ``state``: entries sent to clients and aggregated."""
 
     @abstractmethod
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
@@ -188,14 +188,14 @@ class ServerInterface(ABC):
 
     @abstractmethod
     def accept(self, update: ClientUpdate) -> bool:
-        """Checks an update after :meth:`count`. ``True``: the update is aggregated; ``False``: client excluded."""
+        """Decides, after :meth:`count`, if an update is aggregated. If not, excludes the client; returns ``False``."""
 
     @abstractmethod
     def finish_round(self) -> State | None:
         """Aggregates the round. Returns the new shared entries, or ``None`` without a valid aggregate."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
-        """Starts a round in the aggregation rule and the update steps; with several processes twice, to merge sums."""
+        """Starts a round in the aggregation rule and update steps. With several processes, called again to merge."""
 
     def end_visits(self) -> None:  # noqa: B027 - optional
         """Marks clients without a received update as failed."""
@@ -265,9 +265,9 @@ class Server(ServerInterface):
         self.chain.start(replace(self._info, refused=self.report.refused), self._state)
 
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Returns the broadcast for a client, and remembers the names, shapes and dtypes of a valid update.
+        """Returns the broadcast for a client. Stores names, shapes and dtypes, to check the client's update later.
 
-        Refuses requested rows without counterpart in the model, or if the rule only supports whole entries.
+        Refuses requests for rows outside the model, and any requested rows if the rule only supports whole tensors.
         """
         request = Request(client) if request is None else request
         self.report.up_bytes += message_bytes(request)
@@ -320,9 +320,9 @@ class Server(ServerInterface):
             self.fail(client, "the client never answered")
 
     def finish_round(self) -> State | None:
-        """Aggregates the round's updates. Returns the new shared entries, or ``None`` without a valid aggregate.
+        """Aggregates the updates of a round. Returns the new shared entries, or ``None`` without a valid aggregate.
 
-        If the rule computes no new model in this round, returns the state passed to :meth:`start_round`.
+        If the rule computes a new model only in later rounds, returns the state passed to :meth:`start_round`.
         """
         self.end_visits()
         state = self._aggregate()

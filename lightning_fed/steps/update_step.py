@@ -88,9 +88,9 @@ class UpdateStep(StepCapabilities):
         self.info, self.state = info, state
 
     def on_send(self, client: Client, broadcast: Broadcast) -> None:
-        """Server side, after all callbacks, in the client's order of steps: adds extra tensors to a broadcast.
+        """Server side, in the client's order of steps: may add extra tensors to a broadcast, after all callbacks.
 
-        The step may add names of entries to ``broadcast.unsent``, if the client already has the same values.
+        The step may add names of tensors to ``broadcast.unsent``, if the client already has the same values.
         """
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:

@@ -30,11 +30,11 @@ _VERDICTS = ("hurts", UNKNOWN, "helps", TOO_FEW)  # in the order of the table
 
 @dataclass(frozen=True)
 class Study:
-    """Results of a study: the plan, and the sums over cases (``answers``) by site.
+    """Results of a study: the plan, and each site's sums over the test cases (``answers``).
 
-    The models are the primary method, other federated methods, ``central`` if trained, and ``local``. With a secure sum
-    ``answers`` is empty, and ``totals`` maps each method to a list: number of sites, four sums (:func:`effect_sums`),
-    and both models' mean scores over the sites.
+    The compared models are the primary method, other federated methods, ``central`` if trained, and ``local``. With a
+    secure sum ``answers`` is empty, and ``totals`` maps each method to a list: number of sites, four sums
+    (:func:`effect_sums`), and both models' mean scores over the sites.
     """
 
     metric: str
@@ -100,7 +100,7 @@ def gather_study(
 
 
 def keep_primary(path: Path, method: str) -> None:
-    """Stores the primary method's name in a file before training. A later call with another name is an error."""
+    """Stores the name of a study's primary method in a file before training. A later, different name is an error."""
     known = json.loads(path.read_text()) if path.exists() else method
     if known != method:
         raise MisconfigurationException(

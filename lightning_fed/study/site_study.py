@@ -97,7 +97,7 @@ class SiteStudy(AskableCallback):
     # The server
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stores the model's name before training, so that results cannot influence the primary comparison."""
+        """Stores the name of the study's primary method before training, so that results cannot affect the choice."""
         federation = find_federation(trainer)
         if not federation.has_server:
             return  # at a site a visit may have several processes, and a question has one

@@ -38,7 +38,7 @@ class Estimate:
     degrees: Floats
 
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Lower and upper bound of the confidence interval for each difference."""
+        """Lower and upper bound of the confidence interval, for each difference between two models' scores."""
         half = self._quantile((1 + level) / 2) * np.sqrt(self.variance)
         return self.value - half, self.value + half
 
@@ -50,7 +50,7 @@ class Estimate:
         return np.asarray(2 * np.where(np.isinf(self.degrees), ndtr(ratio), stdtr(self._finite_degrees(), ratio)))
 
     def detectable(self, level: float = 0.95, power: float = 0.8) -> Floats:
-        """Smallest true difference found significant (at ``level``) with probability ``power``."""
+        """Smallest true difference with probability ``power`` of a significant result at level ``level``."""
         limit = self._quantile((1 + level) / 2)
         # The ratio to the standard error has a noncentral t distribution.
         center = nctdtrinc(self._finite_degrees(), 1 - power, limit)

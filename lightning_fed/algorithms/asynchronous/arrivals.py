@@ -26,17 +26,17 @@ _CLIENT, _VISIT, _START = range(100, 103)
 
 @dataclass(frozen=True)
 class Durations:
-    r"""Simulated durations of visits, a pure function of seed, client and model version.
+    r"""Simulated durations of clients' training, a pure function of seed, client and model version.
 
-    A visit with :math:`n` batches takes :math:`e + n b \exp(\sigma z_k + \tau z_{k,v})` seconds. The standard normal
-    numbers :math:`z_k` and :math:`z_{k,v}` depend on the client and on the visit. To use measured durations, override
-    :meth:`seconds` in a subclass.
+    Training with :math:`n` batches takes :math:`e + n b \exp(\sigma z_k + \tau z_{k,v})` seconds. The standard normal
+    numbers :math:`z_k` and :math:`z_{k,v}` depend on client :math:`k`, and on client and model version :math:`v`. To
+    use measured durations, override :meth:`seconds` in a subclass.
 
     Args:
         batch: Median seconds per batch, :math:`b`.
         spread: Standard deviation :math:`\sigma` of log durations over clients; 0 if all clients are equally fast.
-        jitter: Standard deviation :math:`\tau` of log durations over one client's visits.
-        exchange: Seconds per visit for messages, :math:`e`.
+        jitter: Standard deviation :math:`\tau` of log durations over one client's trainings.
+        exchange: Seconds for messages per training, :math:`e`.
 
     Raises:
         ValueError: If an argument is negative or not finite.
@@ -57,7 +57,7 @@ class Durations:
             check_nonnegative(name, value)
 
     def seconds(self, seed: int, client: Client, version: int, batches: int) -> float:
-        """Duration in seconds, from sending global model ``version`` to the client until the update arrives."""
+        """Simulated seconds from sending global model ``version`` to a client until the client's update arrives."""
         key = client_key(client)
         speed = np.random.default_rng([seed, _CLIENT, key]).standard_normal()
         chance = np.random.default_rng([seed, _VISIT, key, version]).standard_normal()
@@ -65,7 +65,7 @@ class Durations:
 
 
 class Arrival(NamedTuple):
-    """Unfinished visit: arrival time in seconds, index among all visits of the fit, client, and start model version."""
+    """Unfinished training of one client: arrival time of the update, training's index, client, and start model."""
 
     seconds: float
     number: int
@@ -76,7 +76,7 @@ class Arrival(NamedTuple):
 class Order(ABC):
     """Base class for the order in which client updates reach the server.
 
-    ``flying`` maps each client in training on another machine to the version of the received global model.
+    ``flying`` maps each client that trains on another machine to the version of the received global model.
     """
 
     flying: Mapping[Client, int] = {}
@@ -87,7 +87,7 @@ class Order(ABC):
 
     @abstractmethod
     def versions(self, round: int) -> Collection[int]:
-        """Versions of the global model that clients still train at the start of round ``round``."""
+        """Versions of the global model from which unfinished training started, at the start of round ``round``."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -107,7 +107,7 @@ class Clock:
 
 
 class VirtualOrder(Order):
-    """Arrival order computed from simulated durations. Equal arrival times are ordered by the visits' starts."""
+    """Arrival order computed from simulated durations. Equal arrival times are ordered by start time."""
 
     def __init__(self, durations: Durations, buffer: int) -> None:
         self.durations, self.buffer = durations, buffer

@@ -80,7 +80,7 @@ class AsynchronousRule(AveragingAggregator):
 
     @abstractmethod
     def reference(self, start: State) -> State:
-        """Returns the model to subtract from a client's model, trained from ``start``, to compute the update."""
+        """Model subtracted from the trained model to compute an update. ``start``: the model before training."""
 
     def factor(self, staleness: int) -> float:
         """Weight of a client's update in the mean, at least 0. ``staleness``: number of newer global models."""
@@ -174,7 +174,7 @@ class AsynchronousRule(AveragingAggregator):
 
 @register
 class FedBuff(AsynchronousRule):
-    r"""Buffered asynchronous averaging: a new global model after every :math:`K` arrivals (Nguyen et al., 2022).
+    r"""Buffered asynchronous averaging: a new global model after every :math:`K` updates (Nguyen et al., 2022).
 
     .. math:: x_{v+1} = x_v + \frac{1}{K} \sum_{j=1}^{K} s(\tau_j) (y_j - x_{v - \tau_j}), \qquad
         s(\tau) = (1 + \tau)^{-1/2}
@@ -184,15 +184,15 @@ class FedBuff(AsynchronousRule):
     other than 1 use ``Method("fedbuff", steps=[ServerOptimizer("SGD", lr=0.5)])``. See :class:`AsynchronousRule`.
 
     - Sends: 1 model down, 1 up.
-    - Keeps: on the server 1 model for each version from which an unfinished visit started.
+    - Keeps: on the server 1 model for each version from which a client still trains.
     - Costs: no additional computation.
     - For: clients with different speeds.
 
     Args:
-        buffer: Number of arrivals per round, :math:`K`.
+        buffer: Number of updates per round, :math:`K`.
         staleness: Exponent of the weight :math:`s`, or a pair for the hinge weight.
         weighting: Client weights: equal (``"uniform"``, as in the paper) or by number of examples (``"examples"``).
-        durations: Simulated durations of the visits.
+        durations: Simulated durations of local training.
         record: New file for the arrival order.
         replay: File with a recorded order.
 

@@ -24,7 +24,7 @@ class FeatureCache:
         self._features: dict[int, dict[str, Tensor]] = {}
 
     def get(self, samples: Tensor, compute: Callable[[Tensor], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns the samples' outputs by name, shape ``(N, ...)``. Calls ``compute`` for samples outside the cache."""
+        """Returns the extractor's outputs for samples, by name, shape ``(N, ...)``. Computes missing outputs."""
         keys = sample_hashes(samples).tolist()
         missing = [index for index, key in enumerate(keys) if key not in self._features]
         self.hits += len(keys) - len(missing)

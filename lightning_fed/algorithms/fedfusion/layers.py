@@ -304,5 +304,5 @@ class FusedExtractor(nn.Module):
         self.feature_fusion.refer(source)
 
     def release(self) -> None:
-        """Stops the use of the frozen copy. Afterwards the network's features are fused with themselves."""
+        """Stops the use of the frozen copy. Until :meth:`refer`, the operator receives the local features twice."""
         self.feature_fusion.release()

@@ -16,7 +16,7 @@ ConvInit = Literal["default", "local", "average"]
 
 
 class FusionOperator(nn.Module, ABC):
-    """Abstract base class of operators that fuse a client's features with global features."""
+    """Abstract base class of operators that fuse a client's features with the global model's features."""
 
     @abstractmethod
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:

@@ -218,11 +218,12 @@ class FedMA(Aggregator):
             self._changed = frozenset(name for name in state if hashes.get(name) != self._last_pass.hashes[name])
 
     def broadcast(self, request: Request) -> Broadcast:
-        """Builds the message to a client: in a matching pass's first round a whole model, later the last matched stage.
+        """Builds the message to a client: in a matching pass's first round a whole model, later only matched layers.
 
         If the global model is wider than the client's model, the client receives the global neurons matched with the
         client's neurons. A client without matched neurons, after missing the last pass, receives the neurons shared by
-        most clients. A client that still stores its model from the last pass receives only entries changed since.
+        most clients. A client with a stored model from the last pass receives only the tensors changed since. A
+        matching pass is a sequence of rounds that matches all layers, some layers per round.
         """
         current, last, client = self._pass(self._info.round), self._last_pass, request.client
         if current.stage:

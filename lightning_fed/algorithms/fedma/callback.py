@@ -59,9 +59,10 @@ _MODEL = f"{MEMORY}model:"
 class LayerwiseTraining(RevertingCallback, FederatedCallback):
     """Client side of :class:`~lightning_fed.algorithms.FedMA`, added to the Trainer automatically.
 
-    Before the first round this callback finds and logs the groups of permutable neurons, and the stages. Each client
-    stores its model until the end of the next matching pass. For large models pass a folder as the federation's
-    ``store``. Matched layers do not train (``requires_grad`` is false, BatchNorm is in evaluation mode).
+    Before the first round this callback finds and logs the groups of permutable neurons, and the stages (layers matched
+    in one round). Each client stores its model until all stages have been matched once more.
+    For large models pass a folder as the federation's ``store``. Matched layers do not train
+    (``requires_grad`` is false, BatchNorm is in evaluation mode).
 
     Checkpoints of grown models load into modules with the original widths, in ``fit``, ``validate``, ``test`` and
     ``predict``. Other width changes, such as additional classes, are refused.

@@ -68,7 +68,7 @@ def check_growth(
 
 
 def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
-    """Warns if a fit may end within a matching pass (``length`` rounds): at the last round, or by early stopping."""
+    """Warns if a fit may end within a matching pass (``length`` rounds that match all layers): early, or at the end."""
     rounds = trainer.max_epochs or -1
     if rounds > 0 and rounds % length:
         _log.warning(

@@ -84,10 +84,10 @@ def tensor_hash(value: Tensor) -> int:
 
 
 def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
-    """Reads each permutation group's number of global neurons from named tensors, in a message or on a client."""
+    """Returns the number of global neurons in each permutation group, from named tensors."""
     return {name: int(width) for name, width in without_prefix(values, WIDTH).items()}
 
 
 def read_assignment(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns each neuron's global index by group, from the named tensors in a message or on a client."""
+    """Returns each client neuron's global index, by permutation group, from named tensors."""
     return without_prefix(values, ASSIGNMENT)

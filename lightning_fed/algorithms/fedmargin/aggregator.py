@@ -95,7 +95,7 @@ class FedMargin(Aggregator):
 
     - Sends: the model and, for each class, a vector and two numbers, both ways.
     - Keeps: one vector per class on the server.
-    - Costs: two passes over a client's data per visit, without gradients.
+    - Costs: two passes over a client's data per round, without gradients.
     - For: unbalanced class distributions; segmentation.
 
     Args:
@@ -111,7 +111,7 @@ class FedMargin(Aggregator):
         amm: Kind of the logged mean margin between aggregate prototypes: over all pairs, or to each nearest prototype.
 
     Raises:
-        ValueError: If an option is unknown or outside its range; in a round, if a client measured another kind of
+        ValueError: If an option is unknown or outside its range; in a round, if a client reported another kind of
             margin.
 
     Note:

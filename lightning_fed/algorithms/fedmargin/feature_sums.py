@@ -23,7 +23,7 @@ from lightning_fed.features.layers import FeatureLayer, tap_features, without_co
 
 @dataclass(frozen=True)
 class FeatureSumOptions:
-    """Options for the sums of features by class. ``target`` is the position of the labels in a batch."""
+    """Options for sums of feature vectors by class. ``target`` is the position of the labels in a batch."""
 
     num_classes: int
     ignore_index: VoidLabel

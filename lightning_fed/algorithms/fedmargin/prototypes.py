@@ -105,7 +105,7 @@ def class_sums(
 def class_prototypes(sums: Tensor, counts: Tensor, *, dtype: torch.dtype = torch.float32) -> Prototypes:
     r"""Computes prototypes (feature means by class) from sums and counts.
 
-    .. math:: p_k[c] = \frac{1}{n_{k,c}} \sum_{(x, u): \text{label} = c} E(x)_u
+    Here :math:`E(x)_u` is the feature vector of image x at pixel u.
 
     Args:
         sums: Sums over features by class, shape ``(C, d)``, see :func:`class_sums`.

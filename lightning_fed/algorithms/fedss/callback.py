@@ -35,11 +35,11 @@ _NEGATIVES_STREAM = 2  # random stream of the visit, for negatives
 class SampledSoftmax(FederatedCallback):
     r"""Trains clients with the last layer's rows for the client's classes and for sampled negative classes.
 
-    The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Before a visit, a client with the
-    classes :math:`P_k` draws :math:`m` negatives :math:`N_k` and requests the rows for the sorted classes
-    :math:`S_k = P_k \cup N_k`, so the server cannot separate positives from negatives. The client receives, trains and
-    returns only these rows. The mean of :math:`|S_k|` is logged as ``clients/sampled_classes``. A client with a label
-    outside its classes, or outside the layer's classes, is excluded. Reference: FedSS, section 3 and Algorithm 1.
+    The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Before training, a client with the
+    classes :math:`P_k` draws :math:`m` negatives :math:`N_k` and requests the rows for the sorted classes :math:`S_k =
+    P_k \cup N_k`, so the server cannot separate positives from negatives. The client receives, trains and returns only
+    these rows. The mean of :math:`|S_k|` is logged as ``clients/sampled_classes``. A client with a label outside the
+    client's classes, or outside the layer's classes, is excluded. Reference: FedSS, section 3 and Algorithm 1.
 
     The client's label space is :math:`S_k`. In the batch for ``training_step``, labels are replaced by column indices
     of the logits, and the last layer corrects the logits. Therefore ``F.cross_entropy(self(x), y)`` is the FedSS loss,

@@ -74,7 +74,7 @@ class RobustAggregator(Aggregator):
 
     @abstractmethod
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Combines the rows of ``steps`` (client updates); at most ``num_malicious`` updates are malicious.
+        """Combines the rows of ``steps`` (client updates). Assumes at most ``num_malicious`` malicious updates.
 
         Returns the new model's entries in float64, and for each update the fraction of values used in the result.
         """

@@ -23,8 +23,8 @@ class GeometricMedian(RobustAggregator):
     .. math:: \arg\min_v \sum_i \lVert v - u_i \rVert
 
     The rule requires at least 2 f + 1 clients for f = ``num_malicious``. All clients have equal weight (in the paper,
-    weights by examples). Besides this check ``num_malicious`` affects only BatchNorm's running statistics. Reference:
-    Pillutla et al., IEEE TSP 2022, Algorithms 1 and 2.
+    weights by examples). Apart from this requirement, ``num_malicious`` affects only BatchNorm's running statistics.
+    Reference: Pillutla et al., IEEE TSP 2022, Algorithms 1 and 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

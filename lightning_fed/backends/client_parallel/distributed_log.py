@@ -31,7 +31,8 @@ _IRRELEVANT_WARNINGS = (
 class _Entry:
     """Options and latest value for one name logged with ``LightningModule.log``.
 
-    ``metric`` is the attribute path of a logged metric. ``position`` is the index of the visit that logged last.
+    ``metric`` is the attribute path of a logged metric. ``position`` is the index of the client that logged last, in
+    the round's order.
     """
 
     options: dict[str, Any]

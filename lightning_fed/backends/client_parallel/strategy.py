@@ -25,14 +25,14 @@ from lightning_fed.process_group import ClientSharing, ProcessGroup, RoundSynchr
 class ClientParallelStrategy(DDPStrategy, ClientSharing):
     """Trains each round's clients in several processes.
 
-    Every process draws the same cohort and trains a share of the clients of a
-    :class:`~lightning_fed.callbacks.Federation`, with the same results as a single process. The processes merge partial
-    aggregates once per round. Gradients are never synchronised, and the module is not wrapped.
+    Every process draws the same clients for a round and trains some of these clients, with the same results as a single
+    process. The processes merge partial aggregates once per round. Gradients are never synchronised, and the module is
+    not wrapped.
 
-    During visits a process runs independently: ``trainer.world_size`` is 1, and ``sync_dist=True``, ``self.all_gather``
-    and torchmetrics only use values from this process. Between rounds, in validation and in tests, the strategy behaves
-    like Lightning's ``DDPStrategy``, including launchers and cluster environments (subprocesses, ``torchrun``, SLURM).
-    The processes communicate by gloo on CPUs and by NCCL on GPUs.
+    During local training a process runs independently: ``trainer.world_size`` is 1, and ``sync_dist=True``,
+    ``self.all_gather`` and torchmetrics only use values from this process. Between rounds, in validation and in tests,
+    the strategy behaves like Lightning's ``DDPStrategy``, including launchers and cluster environments (subprocesses,
+    ``torchrun``, SLURM). The processes communicate by gloo on CPUs and by NCCL on GPUs.
 
     Registered as ``"client_parallel"``.
 
@@ -41,7 +41,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
             number of batches times the client's measured seconds per batch (two runs agree up to float64 rounding).
         process_group_backend: Backend for ``torch.distributed``; by default chosen for the device.
         timeout: Maximum time to wait for other processes. The first process waits for the last process at the end of
-            each round, so the value must exceed the time that a process needs for its visits in a round.
+            each round, so the value must exceed the time that a process needs to train its clients in a round.
         **options: Other arguments of ``DDPStrategy``; the Trainer sets the devices and plugins.
 
     Raises:

@@ -182,7 +182,7 @@ class ProcessSynchronisation(RoundSynchronisation):
 
 
 class ParallelVisits(VisitDriver):
-    """Runs the visits assigned to this process; other processes run the round's other visits."""
+    """Trains the clients assigned to this process; other processes train the round's other clients."""
 
     may_end_early = False
 
@@ -238,7 +238,7 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
 
 
 def shares_notes(callback: FederatedCallback) -> bool:
-    """True if a callback exchanges values between processes, with ``share_round`` or ``shared_attribute`` defined."""
+    """True if a callback exchanges values between processes: ``share_round`` or ``shared_attribute`` is defined."""
     return hasattr(callback, "shared_attribute") or is_overridden("share_round", callback, FederatedCallback)
 
 

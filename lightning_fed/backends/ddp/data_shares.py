@@ -20,7 +20,7 @@ def share_population(population: Population, rank: int, size: int, seed: int) ->
     """Restricts each client's batches to the examples for process ``rank`` among ``size`` processes.
 
     The number of examples in messages remains the whole client's number. Shares have equal numbers of batches, so some
-    examples may occur twice. Shuffling dataloaders use ``seed``, the visit's seed.
+    examples may occur twice. Shuffling dataloaders use ``seed``, the seed of the client's training in this round.
 
     Raises:
         OptionError: If a client's dataloader has no map-style data set, or has a custom sampler.
@@ -51,7 +51,7 @@ class SharedSource(ClientSource):
 
 
 def deal(positions: np.ndarray, rank: int, size: int, least: int = 1) -> np.ndarray:
-    """Returns the share of process ``rank``: every ``size``-th example position. Positions repeat for equal lengths.
+    """Returns the positions of examples for process ``rank``: every ``size``-th position. Equal lengths by repetition.
 
     ``least`` is the minimum length of a share, because BatchNorm cannot train on one example.
 

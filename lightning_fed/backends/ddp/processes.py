@@ -1,4 +1,4 @@
-"""Processes that train a client's visits together. The client's main process starts and stops these processes."""
+"""Processes that train one client together, as in DDP. The client's main process starts and stops the others."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class _ReadStore(FolderStore):
 
 
 def answer_visit(arguments: tuple[Any, ...]) -> Any:
-    """Returns a function that trains a client in this process. Every exception is replaced by a ``ClientFault``."""
+    """Returns a function that trains a client on this process's share of the data. Errors become ``ClientFault``."""
     return partial(_answer_visit, RankRunner(*arguments))
 
 

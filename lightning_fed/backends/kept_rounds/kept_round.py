@@ -133,7 +133,7 @@ def load_round(folder: Path, round: int) -> tuple[dict[str, Any], list[ClientUpd
 def replay_round(
     folder: Path, round: int, federation: Federation, without: Collection[Client] = ()
 ) -> tuple[State, State]:
-    """Repeats a round's aggregation without the clients in ``without``. Returns the stored and the new model.
+    """Repeats a stored round's aggregation without the clients in ``without``. Returns the stored and the new model.
 
     ``federation`` must have the run's update steps. If the aggregation rule differs from the run's rule, the new rule
     starts without state. Refuses secure sums, because the server stores no single updates, and noise, because the

@@ -19,7 +19,7 @@ DAY = 24 * 3600.0  # seconds
 
 @dataclass(frozen=True)
 class Profile:
-    """Speed, network and faults of one machine, as in the guide "Rehearse a deployment before it runs".
+    """Simulated speed, network and faults of one machine, as in the guide "Rehearse a deployment before it runs".
 
     Raises ``ValueError`` for a value outside the allowed range.
     """

@@ -84,7 +84,7 @@ def write_summary(plan: Plan, outcomes: Sequence[Outcome]) -> str:
 
 
 def write_log(outcome: Outcome, last: int | None = None) -> str:
-    """Writes a rehearsal's events, one per line: time (hours, minutes, seconds), machine, and text."""
+    """Writes a rehearsal's events (a simulated fit), one per line: time (hours, minutes, seconds), machine, text."""
     events = outcome.log if last is None else outcome.log[-last:]
     return "\n".join(
         f"{int(time // 3600)}:{int(time % 3600 // 60):02d}:{time % 60:06.3f} {machine or '-'}: {text}"

@@ -40,7 +40,7 @@ class Killed(BaseException):
 
 @dataclass
 class _Change:
-    """A replaced, renamed or deleted file: time, inode of the folder, path, and earlier content (``None``: no file)."""
+    """A replaced, renamed or deleted file in the simulation: time, inode of the folder, path, and earlier content."""
 
     time: float
     folder: int

@@ -45,9 +45,9 @@ _PROTOCOL = (NOT_HELD, NOT_HERE)  # texts on which the server acts; neither text
 class SiteGate:
     """Checks server messages and answers against the site's policy. Appends both to the record file (message log).
 
-    The gate reads the policy before every visit, and again before sending the answer. If the policy is unreadable or
-    the record is damaged, a constant text replaces the answer. If a policy is optional, the gate is active as soon as
-    a policy file, a record file or a file with a similar name exists.
+    The gate reads the policy before each message from the server is handled, and again before the answer is sent. If
+    the policy is unreadable or the record is damaged, a constant text replaces the answer. If a policy is optional, the
+    gate is active as soon as a policy file, a record file or a file with a similar name exists.
     """
 
     def __init__(self, path: Path, is_required: bool, half: Half, store: Path) -> None:

@@ -183,7 +183,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Checks a server's message against a site's policy. Returns the policy values that allow the message."""
+        """Checks a server's message against a site's policy. Returns the matching policy values."""
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed
@@ -215,7 +215,7 @@ class SitePolicy:
         _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
-        """Checks an answer before sending. Returns the matching policy patterns, and all names in the answer."""
+        """Checks a client's answer before sending. Returns the matching policy patterns, and the names."""
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]
         if kind not in _CONTENTS:

@@ -48,7 +48,7 @@ class RecordError(Exception):
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a record file: number (from 1), digest and decoded JSON."""
+    """One line of a site's message log: number (from 1), digest and decoded JSON."""
 
     number: int
     digest: str

@@ -1,4 +1,4 @@
-"""Dataloader for simultaneous visits, with stacked batches and separate random generators."""
+"""Dataloader for simultaneous training of clients: stacked batches, and separate random generators for clients."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _MODULE_HOOKS = (
 
 
 class Obstacle(Exception):
-    """Raised, with the reason, if visits cannot be vectorised."""
+    """Raised, with the reason, if clients cannot train simultaneously with ``torch.func.vmap``."""
 
 
 def check_vectorizable(fit: FederatedFit) -> None:

@@ -1,4 +1,4 @@
-"""Decides before the first round of a fit whether visits are vectorised."""
+"""Decides before the first round of a fit if clients train simultaneously with ``torch.func.vmap``."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class StackedVisits(VisitDriver):
-    """Trains a group of clients simultaneously, batch by batch, with ``torch.func.vmap``; a single client as usual."""
+    """Trains several clients simultaneously, batch by batch, with ``torch.func.vmap``; one client without ``vmap``."""
 
     _loader: GroupLoader
     may_end_early = False  # simultaneous visits end without an update

@@ -391,7 +391,7 @@ def _most_steps(visit: Visit, is_automatic: bool) -> int:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Client's report after local training: steps of the optimizer and each scheduler, and the loss scaler's state."""
+    """Client's report after local training: counts of optimizer and scheduler steps, and the loss scaler's state."""
 
     num_steps: int
     of_schedulers: list[int] | None = None

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class HeldFile:
-    """File with model entries sent only once by the server, shared by all clients on a machine.
+    """File with model tensors sent only once by the server, shared by all clients on a machine.
 
     A file is necessary, because each message may be handled by a new process.
     """

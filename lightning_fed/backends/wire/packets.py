@@ -73,21 +73,21 @@ class Packet:
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """Request to train, sent with the broadcast: the visit, and the state of optimizers and schedulers at its start.
+    """Message that asks a client to train, sent with the broadcast: planned training, and optimizer options.
 
     Args:
         run: Name of the fit. Client state from other fits is ignored.
         visit: The local training to execute.
-        kept: Round of the client state to start from; -1 for a client without state.
+        kept: Round of the stored client state to start from; -1 for a client without stored state.
         needed: First round whose client states the server may need. From earlier rounds, only the newest is needed.
         seed: Seed of the federation, for the construction of the model.
         frozen: Hash of the entries that are never sent. Server and client must have equal values.
         hyperparameters: Optimizer options for the round, and initial states of per-step schedulers and loss scale.
-        asked: Hash of the client's request; empty without a request.
-        held: Hash of the entries that the client stores and the message omits; empty without such entries.
+        asked: Hash of the client's request for some rows of a table; empty without a request.
+        held: Hash of the model entries that the client stores and the message omits; empty without such entries.
         keeps: Whether the client must store the message's entries for later messages.
         peers: Clients in the secure sum, including this client; ``None`` without a secure sum.
-        head: Number and digest of the last line in the site's record file that the server knows; ``None`` at first.
+        head: Number and digest of the last line in the site's message log that the server knows; ``None`` if unknown.
         start: Number of the server's start. Later starts have larger numbers.
         question: Question from a callback, outside rounds; ``None`` in a round.
     """
@@ -110,10 +110,10 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """Report of a client, sent with the update.
+    """Client's report on local training, sent with the update.
 
     ``after`` contains the step count of every per-step scheduler (``"steps"``) and the loss scaler's state
-    (``"scaler"``). ``keeps`` is true if the client stored state for the next visit. ``unsent`` is the number of
+    (``"scaler"``). ``keeps`` is true if the client stored state for the next round. ``unsent`` is the number of
     unchanged entries omitted from the update. ``head`` is the number and digest of the last line in the site's record
     file, or ``None`` without a site policy.
     """
@@ -243,7 +243,7 @@ def find_bad_place(run: object, client: object, round: object) -> str | None:
 
 
 def is_head(head: object) -> bool:
-    """True if a value is ``None``, or the number and digest of a line in a record file.
+    """True if a value is ``None``, or the number and digest of a line in a site's message log.
 
     Example:
         >>> is_head([3, 64 * "a"]), is_head(None), is_head([0, ""])
@@ -357,7 +357,7 @@ def find_bad_size(packet: Packet, model: State) -> str | None:
 
 
 def write_request(request: Request) -> Packet:
-    """Creates a message (packet) with a client's request for some rows. Entries with equal rows share one list."""
+    """Creates a message with a client's request for table rows. Tables with equal row indices share one list."""
     lists = distinct(request.rows)
     same = {name: next(key for key in lists if torch.equal(lists[key], rows)) for name, rows in request.rows.items()}
     return write_packet("request", {"client": request.client, "same": same}, rows=lists, extras=request.extras)
@@ -375,7 +375,7 @@ def write_fault(fault: Fault) -> Packet:
 
 
 def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, Answer] | Fault:
-    """Reads a client's answer (:class:`Request`, update or fault). Another client's answer raises ``PacketError``."""
+    """Reads a client's message: a request for some rows, an update, or an error. Raises ``PacketError`` if invalid."""
     header, tensors = read_packet(packet, "request", "update", "fault", client=client)
     try:
         if header["kind"] == "fault":

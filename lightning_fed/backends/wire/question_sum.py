@@ -65,7 +65,7 @@ def ask_sum(
 
 
 def mask_answer(answer: ClientUpdate, train_request: TrainRequest, sum_of: Callable[[str], ClientSum]) -> None:
-    """Masks a client's answer in place. If the server requests an unmasked answer, raises ``ClientFault``."""
+    """Masks a client's answer to a question in place. If the server requests no mask, raises ``ClientFault``."""
     peers = train_request.peers
     if answer.metrics or (answer.extras and peers is None):
         raise ClientFault(NOT_MASKED)

@@ -70,7 +70,7 @@ def write_sum_request(request: SumRequest) -> Packet:
 
 
 def read_sum_request(packet: Packet) -> SumRequest:
-    """Reads a packet from :func:`write_sum_request`. Raises ``PacketError`` for an invalid request."""
+    """Reads the server's request for a step of a secure sum. Raises ``PacketError`` for an invalid request."""
     header, tensors = read_packet(packet, "sum")
     if set(header) != {"stage", "run", "round", "client", "least", "peers", "survivors"}:
         raise PacketError("the request has missing or unknown fields")

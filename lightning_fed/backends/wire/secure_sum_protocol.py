@@ -100,7 +100,7 @@ class Share:
 
 
 def make_secrets() -> Secrets:
-    """Draws a client's secrets for one secure sum from the operating system's random generator."""
+    """Draws a client's random secrets for one secure sum from the operating system's random generator."""
     sealing = X25519PrivateKey.generate().private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
     return Secrets(sealing, os.urandom(SECRET), os.urandom(SECRET))
 
@@ -153,7 +153,7 @@ def share_secrets(
 
 
 def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, context: bytes) -> Share:
-    """Decrypts another client's pair of shares. A wrong sender, receiver or context raises ``SumError``."""
+    """Decrypts another client's shares of two secrets. A wrong sender, receiver or context raises ``SumError``."""
     cipher = _sealing_cipher(sealing, sender[:KEY], sender[:KEY], receiver[:KEY], context)
     try:
         opened = cipher.decrypt(sealed[:NONCE], sealed[NONCE:], None)

@@ -84,9 +84,10 @@ class RemoteServer(ServerInterface):
         broadcast.state, broadcast.extras = on_device(broadcast.state, device), on_device(broadcast.extras, device)
 
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Returns the broadcast received from the server.
+        """Returns the broadcast that this client has received from the server.
 
-        Raises ``ClientFault`` if the message contains NaN or infinite values, or answers another request.
+        Raises ``ClientFault`` if the broadcast contains NaN or infinite values, or if ``request`` differs from the
+        request that the broadcast answers.
         """
         request = Request(client) if request is None else request
         if self._asked and digest_request(request) != self._asked:

@@ -87,7 +87,7 @@ class Transport(ABC):
 
     @abstractmethod
     def connection(self, client: Client) -> int | str | None:
-        """Returns a name for the client's current connection, or ``None`` if the client is disconnected."""
+        """Returns a name for the client's current network connection, or ``None`` if the client is disconnected."""
 
     def forget(self, client: Client) -> None:  # noqa: B027 - optional
         """Removes the assignment of a node to a client, because the node does not serve this client."""

@@ -30,7 +30,7 @@ _BY_EXAMPLE = ("sum",)  # reductions whose result grows with the number of examp
 
 
 def check_numbers(report: EvaluationReport, announced: int | None) -> None:
-    """Raises `BadUpdate` for impossible counts. ``announced``: the client's example count in the first evaluation."""
+    """Raises `BadUpdate` for impossible counts in a client's report. ``announced``: the client's first count."""
     fault = find_bad_count(report.num_samples)
     if fault is not None:
         raise BadUpdate(fault)
@@ -95,7 +95,7 @@ def find_outliers(
 def find_disagreements(
     reports: Mapping[Client, EvaluationReport], computed: Mapping[Client, Mapping[str, float]]
 ) -> dict[Client, str]:
-    """Returns a reason for each client with a reported value that contradicts the client's sums or metric states."""
+    """Finds clients with a reported value that contradicts the client's sums or metric states. Returns reasons."""
     faults: dict[Client, str] = {}
     holders = Counter(name for report in reports.values() for name in report.values)
     flags = Counter(name for report in reports.values() for name in report.partial)

@@ -193,7 +193,7 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     def evaluate(
         self, trainer: L.Trainer, module: L.LightningModule, stage: Stage = "validation", own: bool = False
     ) -> dict[Client, EvaluationReport]:
-        """Evaluates the global model (with ``own``, the clients' models) on the clients. Returns the valid reports."""
+        """Evaluates the global model (with ``own``, each client's model) on the clients. Returns the valid reports."""
         federation = find_federation(trainer)
         question = {"stage": stage, "limit": limit_of(trainer, stage)}
         self._kept_loaders = {} if federation.is_remote else self._of_clients(trainer, stage)

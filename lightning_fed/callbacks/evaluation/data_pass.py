@@ -317,11 +317,11 @@ def _run_end(
     faults: dict[str, str] | None = None,
     attributes: dict[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Computes metrics and runs the epoch-end hook, with the merged states of several reports.
+    """Computes metrics from states merged over clients or processes, and runs the module's epoch-end hook.
 
     ``attributes`` are set on the module before the hook, and read again afterwards. If the hook raises an error, the
-    values logged before the error are used. ``wanted`` contains the names of required values: with ``is_muted`` (no
-    loggers) and without required values the hook does not run.
+    values logged before the error are used. ``wanted`` names the values that a callback needs. If no value is needed
+    and no logger is active (``is_muted``), the hook does not run.
     """
     if is_muted and not wanted:
         return {}
@@ -389,7 +389,7 @@ def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
 
 
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
-    """Returns the clients' values for a log name. A weight per example is limited to 100 times the clients' median."""
+    """Returns the clients' values for a log name. Limits a weight per example to 100 times the clients' median."""
     logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
     heaviest = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
     return [value.limited(heaviest * count) for value, count in logged]

@@ -87,7 +87,7 @@ class StateRules:
     withheld: Sequence[str] = ()
 
     def find_obstacle(self, name: str, metric: Metric) -> str | None:
-        """Returns the reason why a metric's state must stay on the client; ``None`` if the state may be sent."""
+        """Returns the reason why a metric's state (accumulated values) is not sent to the server; ``None`` if sent."""
         if _matches(name, self.withheld):
             return REASONS[0]
         if holds_lists(metric) and not _matches(name, self.lists):
@@ -253,7 +253,7 @@ def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]
 
 
 def as_nan(value: Any) -> Any:
-    """Replaces every tensor and number in a nested value by NaN."""
+    """Copies a nested value, with NaN instead of every tensor and number."""
     return apply_to_collection(value, (Tensor, float, int), lambda number: torch.as_tensor(number).float() * math.nan)
 
 
@@ -347,10 +347,10 @@ class MetricStates(dict[str, MetricState]):
         return merged
 
     def compute(self, metrics: Mapping[str, Metric], keys: Iterable[str]) -> dict[str, float]:
-        """Computes values of metrics from the stored states. A metric with an error in ``compute`` is omitted.
+        """Computes metrics from the states in this dictionary. A metric with an error in ``compute`` is omitted.
 
-        A key (:func:`state_key`) names a metric and a dataloader. Returns values by key. Afterwards each metric has the
-        merged state of all dataloaders.
+        A key (:func:`state_key`) names a metric and a dataloader. Returns values by key. Afterwards each metric
+        contains the merged state over all dataloaders.
         """
         for name, metric in metrics.items():  # a metric can depend on other metrics, so all states are loaded first
             _write_state(metric, self.get(name))
