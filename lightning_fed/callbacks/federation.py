@@ -290,7 +290,7 @@ class Federation(TrainerCallback):
 
     @property
     def population(self) -> Population:
-        """All clients. Raises ``RuntimeError`` before the fit has loaded the data."""
+        """All clients. Raises ``RuntimeError`` before the data are loaded (one client: after the sanity validation)."""
         return self._fit.population
 
     @property

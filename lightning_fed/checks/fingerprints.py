@@ -32,8 +32,8 @@ def fingerprint(
     """Returns a value to compare instead of an attribute's value: equal attribute values have equal fingerprints.
 
     Objects are compared down to ``depth`` nested levels. An attribute that cannot be read is treated as unchanged, and
-    an iterator as changed, except a generator before the first value. ``memory`` contains the storage addresses of
-    parameters and buffers, and ``skipped`` the ids of excluded objects.
+    an iterator as changed. Generators before the first value are compared by arguments. ``memory`` contains the storage
+    addresses of parameters and buffers, and ``skipped`` the ids of excluded objects.
     """
     try:
         if isinstance(value, np.generic):  # NumPy's numbers compare with lists like arrays
@@ -84,7 +84,7 @@ def parts(value: Any) -> Any:
     if isinstance(value, itertools.count):
         return repr(value)
     if isinstance(value, GeneratorType) and getgeneratorstate(value) == GEN_CREATED:
-        return None  # a context manager used as a decorator never starts this generator
+        return dict(value.gi_frame.f_locals)  # a context manager used as a decorator never starts this generator
     if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
         return object()
     kind = type(value)

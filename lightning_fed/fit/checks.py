@@ -128,9 +128,9 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
 
 def _refuse_window(window: int, odd: str, between: str) -> None:
     raise MisconfigurationException(
-        f"Expected `accumulate_grad_batches={window}` to divide the number of batches, but {odd} batches: a step "
-        f"would use batches from two {between}. Set `local_steps` to a multiple of {window} (without stragglers), or "
-        f"use a {window} times larger batch size instead."
+        f"Expected windows of {window} batches (`accumulate_grad_batches`) to divide the number of batches, but {odd} "
+        f"batches: a step would use batches from two {between}. Set `local_steps` to a multiple of {window} (without "
+        f"stragglers), or use a {window} times larger batch size instead."
     )
 
 

@@ -284,7 +284,7 @@ class FederatedFit:
         population.local_steps = self.schedule.local_steps
         population.overfit_batches = self.trainer.overfit_batches  # type: ignore[attr-defined]
         most, clients = self.schedule.cohort_size(len(population.clients)), "in a round"
-        if self.schedule.availability.partial_work == "drop":
+        if self.schedule.availability.stragglers and self.schedule.availability.partial_work == "drop":
             most, clients = self.schedule.active_size(most), "in a round that complete their work"
         if self.server.min_clients > most:
             raise MisconfigurationException(

@@ -84,7 +84,8 @@ class Ring:
         if length < self.clip / 2:
             raise OptionError(
                 f"Expected a rounding error below half of `clip` in a secure sum, but {size:,} numbers from each of "
-                f"{self.clients:,} clients may exceed this: use a smaller model, or fewer clients per round."
+                f"{self.clients:,} clients with weights up to {self.max_weight:,} may exceed this: use a smaller model,"
+                " fewer clients per round, or smaller weights (`MaxSamples`)."
             )
         return length
 

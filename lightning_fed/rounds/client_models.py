@@ -80,10 +80,14 @@ def client_state(
     if is_in_round:
         raise RuntimeError("A client's own model is available only between rounds and after the fit.")
     assert module is not None
-    with own_models(fit, module) as load:
-        load(client)
+    local = fit.local_model(module)
+    state = local.global_state()
+    try:
+        _load(fit, local, client, state)  # without `on_model_loaded`, because a callback may add hooks to the module
         own: dict[str, Any] = copy_tree(module.state_dict())
-    return own
+        return own
+    finally:
+        local.load_global(state)
 
 
 def ask(

@@ -116,8 +116,8 @@ def fedfusion_cnn(
     ``hidden=(512,)``: 1,630,602 parameters for 28x28 grey images and 10 classes. The 3x3 max-pools have stride 2 and
     padding 1. As in the authors' program, initial weights are Xavier-uniform, and initial biases are zero.
     """
-    if [kernel % 2 for kernel in kernels] != [1, 1]:
-        raise ValueError(f"Expected `kernels` to be two odd sizes, but got {list(kernels)}.")
+    if min(kernels) < 1 or [kernel % 2 for kernel in kernels] != [1, 1]:
+        raise ValueError(f"Expected `kernels` to be two odd positive sizes, but got {list(kernels)}.")
     side = (input_size + 3) // 4  # the padded pooling layers halve the size and round up
     features = _convolutions(in_channels, channels, True, kernels, (3, 2, 1))
     network = _network(features, _dense(channels[1] * side**2, hidden, num_classes, dropout))

@@ -588,7 +588,13 @@ def test_monitoring_the_global_model_is_warned_of_once(federated_trainer, tmp_pa
 def test_a_clients_model_is_a_plain_module(federated_trainer):
     clients = unlike()
     trainer, module, _ = fit(federated_trainer, clients)
+    inputs = clients["bob"][0][:6]
+    before = module.eval()(inputs)
     copied = trainer.federation.client_model("bob")
+    assert torch.equal(module(inputs), before)
+    fresh = models.Module(models.norm_mlp()).eval()
+    fresh.load_state_dict(copied.state_dict())
+    assert torch.equal(copied(inputs), fresh(inputs))
     assert type(copied) is models.Module
     assert not copied.training
     assert_same(state_of(copied), trainer.federation.client_state("bob"))

@@ -1016,9 +1016,15 @@ def test_generators_of_all_kinds_are_noted():
 
 
 def test_a_generator_changes_with_the_first_value():
+    def batches(batch):
+        yield batch
+
     module = L.LightningModule()
-    module.generator = (number for number in range(9))
+    module.generator = batches(torch.zeros(2))
     assert changed_by(module, lambda: next(module.generator)) == ["generator"]
+    module.generator = batches(torch.zeros(2))
+    assert changed_by(module, lambda: None) == []
+    assert changed_by(module, lambda: setattr(module, "generator", batches(torch.ones(2)))) == ["generator"]
 
 
 def test_a_pruned_recurrent_layer_ends_no_fit():

@@ -229,5 +229,5 @@ def test_papers_networks_have_no_pretrained_weights():
         with pytest.raises(ValueError, match="`hidden` to be at least 1, but got 0"):
             build_network(name, 10, hidden=(4, 0) if name == "fedfusion_cnn" else 0)
     for kernels in ((5,), (5, 4), (5, 5, 5)):
-        with pytest.raises(ValueError, match="`kernels` to be two odd sizes, but got"):
+        with pytest.raises(ValueError, match="`kernels` to be two odd positive sizes, but got"):
             build_network("fedfusion_cnn", 10, kernels=kernels)
