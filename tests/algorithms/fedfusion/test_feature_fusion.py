@@ -28,7 +28,7 @@ from lightning_fed.modules import FusedExtractor, find_fusion, unwrap
 from lightning_fed.tasks import ClassificationTask, SegmentationTask
 from tests import models
 from tests.algorithms.fedfusion.test_fusion import Net
-from tests.breadth import quick
+from tests.breadth import quick, slow
 from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
 from tests.references_fusion import FusedReference, fedfusion_reference
 
@@ -178,7 +178,9 @@ def test_the_frozen_extractor_is_what_was_sent(federated_trainer):
     assert not torch.equal(looks.sent["net.features.0.weight"], module.net.features[0].weight)
 
 
-@pytest.mark.parametrize(("operator", "ema"), [("multi", 0.9), ("single", 0.5), ("multi", 0.0), ("conv", 0.5)])
+@pytest.mark.parametrize(
+    ("operator", "ema"), [("multi", 0.9), slow(("single", 0.5)), slow(("multi", 0.0)), ("conv", 0.5)]
+)
 def test_weights_are_smoothed_before_evaluation_and_download_and_logged(operator, ema, federated_trainer):
     """The expected values come from the clients' updates. Convolutions are not smoothed."""
     recorder, logger, smoothed = Recorder(), MemoryLogger(), []
@@ -290,7 +292,7 @@ def test_a_fit_that_is_resumed_is_the_same(operator, hook, batch, federated_trai
         module, logger = models.Module(Net(), models.momentum), MemoryLogger()
         saved = ModelCheckpoint(folder, save_last=True, every_n_train_steps=1, save_top_k=0)
         trainer = federated_trainer(
-            max_rounds=rounds, callbacks=[make(operator), saved, *callbacks], enable_checkpointing=True, local_epochs=2,
+            max_rounds=rounds, callbacks=[make(operator), saved, *callbacks], enable_checkpointing=True,
             batch_norm="recalibrate", optimizer_state="keep", logger=logger, seed=2,
             availability=Availability(stragglers=0.4),
         )  # fmt: skip
@@ -451,6 +453,9 @@ OTHERS = {
     "stragglers and dropouts",
     "fedavgm",
     "head at home",
+    "operator at home",
+    "accumulation",
+    "fesem",
 }
 
 
@@ -691,6 +696,7 @@ def test_gradients_beforehand_are_those_of_a_visit(federated_trainer):
 # --- Models -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_deeplab_with_its_encoder_fused(federated_trainer, tmp_path):
     task = SegmentationTask(
         "DeepLabV3Plus", num_classes=3, encoder_name="mobilenet_v2", encoder_weights=None, lr=0.05,

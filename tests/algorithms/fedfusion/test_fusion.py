@@ -275,9 +275,10 @@ PLACES = {  # a model and its options; inputs; channels of each level
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "options", "inputs", "channels"), PLACES.values(), ids=PLACES)
-def test_fusion_in_any_model(make, options, inputs, channels):
+@pytest.mark.parametrize("place", quick(PLACES, [place for place in PLACES if place not in ("resnet", "mobilenet")]))
+def test_fusion_in_any_model(place):
     """Zero weights give the plain model; "single" with weight 1 gives the features of the received model."""
+    make, options, inputs, channels = PLACES[place]
     task = Task(make()).eval()
     reference = copy.deepcopy(task)
     disturb(reference)

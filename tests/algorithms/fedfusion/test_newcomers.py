@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fed.modules import fuse
 from tests import models
 from tests.algorithms.fedfusion.test_fusion import Net, disturb
+from tests.breadth import quick
 from tests.recorders import assert_same, state_of
 from tests.references_fusion import FusedReference
 
@@ -37,8 +39,13 @@ def loaders(sizes):
     return found
 
 
-@pytest.mark.parametrize("kind", ["conv", "multi", None])
-@pytest.mark.parametrize("referring", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "referring"),
+    quick(
+        itertools.product(["conv", "multi", None], [True, False]),
+        [("conv", True), ("multi", False), (None, False)],
+    ),
+)
 def test_every_client_trains_the_global_model_by_itself(newcomers, kind, referring):
     net = Net()
     net.features[3].p = 0.0  # without dropout, training is deterministic
