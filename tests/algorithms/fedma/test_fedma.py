@@ -19,6 +19,7 @@ from lightning_fed.rule import RoundInfo
 from lightning_fed.steps import UniformWeights
 from tests import models
 from tests.algorithms.fedma.fits import WIDTHS, data_of, examples, fit, layers_of, logged, mlp, momentum, parts
+from tests.breadth import slow
 from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
 from tests.references_fedma import fedma_pass
 
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 @pytest.mark.parametrize(
-    ("mode", "last", "prior"), [("grow", "class", 0), ("grow", "size", 0), ("none", "class", 0), ("grow", "size", 1)]
+    ("mode", "last", "prior"),
+    [slow(("grow", "class", 0)), ("grow", "size", 0), ("none", "class", 0), ("grow", "size", 1)],
 )
 def test_a_pass_is_that_of_the_reference(either_trainer, mode, last, prior):
     """Compares widths, neurons, biases and the output layer, with training between stages."""
@@ -130,7 +132,7 @@ def test_matched_layers_stay(federated_trainer):
 # --- Identities -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["grow", "permute", "none"])
+@pytest.mark.parametrize("mode", ["grow", slow("permute"), "none"])
 def test_one_client_is_freezing_layer_after_layer(either_trainer, mode):
     """Equals plain training that freezes one more layer per epoch, bit for bit; no layer grows."""
     inputs, targets = examples(0, 12)
@@ -155,7 +157,7 @@ def test_one_client_is_freezing_layer_after_layer(either_trainer, mode):
             torch.testing.assert_close(value, expected_value, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("mode", ["grow", "permute"])
+@pytest.mark.parametrize("mode", ["grow", slow("permute")])
 def test_identical_clients_are_one_client(federated_trainer, mode):
     """The width is constant; models agree up to the rounding of a mean."""
     part = examples(0, 12)
@@ -216,7 +218,7 @@ def match_by_messages(rule, states, groups, stages, sizes=None):
     return state
 
 
-@pytest.mark.parametrize("mode", ["grow", "permute"])
+@pytest.mark.parametrize("mode", [slow("grow"), "permute"])
 def test_clients_that_differ_in_the_order_of_neurons_are_one_network(mode):
     """Includes convolutions, a flattened map and BatchNorm."""
     torch.manual_seed(3)

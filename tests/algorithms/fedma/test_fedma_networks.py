@@ -117,6 +117,7 @@ def test_a_recurrent_network_grows(federated_trainer, gamma):
     assert float((module.eval()(tokens).argmax(1) == targets).float().mean()) > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "stages"), quick([("grow", "auto"), ("permute", 2)], [("grow", "auto")]))
 def test_a_residual_network_with_batch_norm(federated_trainer, mode, stages):
     """Each client draws a separate initialisation, so a plain average is at chance.

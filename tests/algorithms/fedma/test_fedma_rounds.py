@@ -67,7 +67,7 @@ def test_bytes_of_a_pass(federated_trainer):
 
 @pytest.mark.parametrize(
     ("mode", "net"),
-    quick([("permute", mlp), ("grow", mlp), ("grow", norm_net)], [("permute", mlp), ("grow", norm_net)]),
+    quick([("permute", mlp), ("grow", mlp), ("grow", norm_net)], [("grow", norm_net)]),
 )
 def test_a_client_without_its_model_is_sent_its_own_neurons_of_the_global_one(federated_trainer, mode, net):
     """At the start of a pass this costs bytes and changes nothing else; the client's request decides."""
@@ -206,7 +206,7 @@ def test_a_pass_has_the_same_clients_and_the_next_one_others(federated_trainer):
 
 @pytest.mark.parametrize(
     ("store", "personal"),
-    quick(itertools.product(["memory", "folder"], [[], ["net.4.bias"]]), [("memory", []), ("folder", ["net.4.bias"])]),
+    quick(itertools.product(["memory", "folder"], [[], ["net.4.bias"]]), [("folder", ["net.4.bias"])]),
 )
 def test_only_clients_of_the_last_pass_keep_a_model(federated_trainer, tmp_path, store, personal):
     """The number of stored models stays constant, even with failed clients or a failed pass."""
@@ -283,7 +283,7 @@ def test_a_new_pass_begins_where_nothing_came_of_a_round(federated_trainer, capl
     assert not all(torch.equal(value, state_of(untrained)[name]) for name, value in state_of(module).items())
 
 
-@pytest.mark.parametrize(("broken", "min_clients"), quick(itertools.product([3, 4, 5], [1, 3]), [(4, 1), (5, 3)]))
+@pytest.mark.parametrize(("broken", "min_clients"), quick(itertools.product([3, 4, 5], [1, 3]), [(5, 3)]))
 def test_a_pass_after_one_that_came_to_nothing_starts_from_the_last_model(federated_trainer, broken, min_clients):
     """Even after clients have moved, they restart from their neurons in the global model, at client widths."""
     seen = {}
