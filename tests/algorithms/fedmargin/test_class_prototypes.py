@@ -117,7 +117,7 @@ NETS = {
 }
 
 
-@pytest.mark.parametrize("name", quick(NETS, ["mlp", "batch norm and dropout", "cnn"]))
+@pytest.mark.parametrize("name", quick(NETS, ["batch norm and dropout", "cnn"]))
 def test_exact_prototypes(name, federated_trainer):
     """Before and after training, over all of a client's data, without void pixels."""
     build, data, features = NETS[name]
@@ -299,7 +299,10 @@ WORK = [{"local_epochs": 1}, {"local_epochs": 3}, {"local_steps": 5}, {"local_st
 
 @pytest.mark.parametrize(
     ("work", "position"),
-    quick(itertools.product(WORK, POSITIONS), [(work, POSITIONS[place % 2]) for place, work in enumerate(WORK)]),
+    quick(
+        itertools.product(WORK, POSITIONS),
+        [(work, POSITIONS[place % 2]) for place, work in enumerate(WORK) if work != WORK[0]],
+    ),
 )
 def test_online_prototypes(work, position, plain_trainer):
     """Features of the first and last batches of a visit, as seen by a plain training loop."""
@@ -549,7 +552,7 @@ def test_left_out_classes(federated_trainer):
     ("precision", "passes"),
     quick(
         itertools.product(["bf16-mixed", "bf16-true", "64-true"], ["exact", "online"]),
-        [("bf16-mixed", "exact"), ("bf16-true", "online"), ("64-true", "exact")],
+        [("bf16-mixed", "exact"), ("bf16-true", "online")],
     ),
 )
 def test_precision(precision, passes, federated_trainer):
@@ -1018,9 +1021,7 @@ def nothing_compiled():
 @pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize(
     ("passes", "is_ready"),
-    quick(
-        itertools.product(["exact", "online"], [False, True]), [("exact", True), ("online", False), ("online", True)]
-    ),
+    quick(itertools.product(["exact", "online"], [False, True]), [("exact", True), ("online", True)]),
 )
 def test_compiled_models(passes, is_ready, federated_trainer):
     """Equal to the uncompiled model; online passes on a model compiled before the fit raise an error."""

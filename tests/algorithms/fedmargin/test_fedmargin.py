@@ -666,7 +666,7 @@ def cross_entropy(net, batch):
 
 @pytest.mark.parametrize(
     ("cohort", "door"),
-    quick(itertools.product([5, 3], ["trainer", "callback"]), [(5, "trainer"), (3, "callback")]),
+    quick(itertools.product([5, 3], ["trainer", "callback"]), [(3, "callback")]),
 )
 def test_fits_are_the_reference(cohort, door, federated_trainer, plain_trainer):
     """Three rounds of a small MLP, with all clients and with some, against a loop written from the spec."""

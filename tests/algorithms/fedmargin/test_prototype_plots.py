@@ -315,6 +315,7 @@ def test_a_federation_ends_as_one_without(tmp_path, caplog):
     ]
 
 
+@pytest.mark.slow
 def test_a_plain_fit_ends_as_one_without(tmp_path):
     ends = []
     for name, plots in (("without", []), ("with", [PrototypePlots(1)])):
@@ -423,6 +424,7 @@ def test_matplotlib_is_asked_for_by_the_name_of_the_extra(tmp_path, monkeypatch)
         train([ClassPrototypes(), PrototypePlots()], TensorBoardLogger(tmp_path), 1)
 
 
+@pytest.mark.slow
 def test_the_other_door_draws_the_same(tmp_path):
     """`Federation` in an `L.Trainer`, with the plots first in the list."""
     notes, logger = Notes(), TensorBoardLogger(tmp_path)
