@@ -63,12 +63,13 @@ def clients(count):
     return made
 
 
-METHODS = ["ditto", "fedala", "fedavg", "feddane", "fedrep:head_epochs=1", "moon", "qffl", "scaffold", "silobn"]
+METHODS = ["ditto", "fedala", "fedavg", "feddane", "qffl", "scaffold"]
 SLOW = ["fairavg", "fedadagrad", "fedatt", "fedbn", "fedper", "fedyogi", "fesem", "fixbn:after=1", "geometricmedian"]
 SLOW += ["trimmedmean", "multikrum", "normclipping", "centeredclipping", "bulyan", "krum", "neighbours", "noisy"]
 SLOW += ["adaptive clipping", "16 bits", "median bound", "collusion", "bucketing", "clipped"]
 SLOW += ["fedadam", "fedprox:mu=1.0", "fednova:mu=0.5", "median", "momentum of the server", "downlink", "top"]
-SLOW += ["attacked", "bounded", "personal"]
+SLOW += ["attacked", "bounded", "personal", "personal by name", "frozen", "kept optimizers"]
+SLOW += ["fedrep:head_epochs=1", "moon", "silobn"]
 CASES = {method: {"method": method} for method in [*METHODS, *SLOW]} | {
     "feddyn": {"method": FedDyn(0.5)},
     "momentum of the server": {"method": FedAvgM(momentum=0.9)},

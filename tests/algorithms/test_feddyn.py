@@ -12,6 +12,7 @@ from lightning_fed.callbacks import FederatedCallback
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.rule import RoundInfo
 from tests import models
+from tests.breadth import slow
 from tests.recorders import Recorder, bytes_of
 from tests.references_correction import Visits, feddyn_reference
 from tests.test_invariants import held_bytes
@@ -23,7 +24,7 @@ def cross_entropy(net, batch):
     return F.cross_entropy(net(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("optimizer", [models.sgd, models.momentum, models.adam])
+@pytest.mark.parametrize("optimizer", [slow(models.sgd), models.momentum, models.adam])
 def test_a_fit_against_a_plain_loop(optimizer, either_trainer):
     clients, recorder = models.vectors({"ann": 33, "bob": 20, "cid": 40, "dan": 7, "eve": 16}), Recorder()
     visits = Visits(clients, rounds=4, cohort_size=3, seed=4, batch_size=16, epochs=2)

@@ -11,6 +11,7 @@ from lightning_fed.algorithms import MOON
 from lightning_fed.algorithms.moon import contrastive_loss
 from lightning_fed.callbacks import ContrastiveTerm, FederatedCallback
 from tests import models
+from tests.breadth import slow
 from tests.recorders import MemoryLogger, Recorder, SavesOnException, assert_same, bytes_of, state_of
 from tests.references_correction import Visits, moon_reference
 from tests.test_invariants import held_bytes
@@ -78,7 +79,7 @@ def averaged_tokens(net, inputs):
     [
         (Seen, base_features, models.vectors, "auto"),
         (SeenMaps, pooled_features, models.images, "auto"),
-        (SeenTokens, averaged_tokens, models.vectors, "net.token"),
+        slow((SeenTokens, averaged_tokens, models.vectors, "net.token")),
     ],
     ids=["a base", "maps", "tokens"],
 )

@@ -14,6 +14,7 @@ from lightning_fed.messages import ClientUpdate
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
 from tests import models
+from tests.breadth import slow
 from tests.chains import chain_of
 from tests.recorders import Recorder, assert_same, bytes_of, state_of
 from tests.references_correction import Visits, qffl_reference
@@ -25,7 +26,7 @@ def cross_entropy(net, batch):
     return F.cross_entropy(net(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize(("q", "lipschitz"), [(1.0, None), (0.5, None), (3.0, 2.0)])
+@pytest.mark.parametrize(("q", "lipschitz"), [(1.0, None), slow((0.5, None)), (3.0, 2.0)])
 def test_a_fit_against_a_plain_loop(q, lipschitz, either_trainer):
     """Unequal clients, three of five per round, dropout, BatchNorm, momentum."""
     clients, recorder = models.vectors(), Recorder()
@@ -60,6 +61,7 @@ def test_with_q_0_it_is_fedavg(federated_trainer):
     assert bytes_of(runs[1][1].aggregates[0])
 
 
+@pytest.mark.slow
 def test_the_larger_q_the_more_alike_are_the_losses(federated_trainer):
     """Two clients with opposite optima; one client has nine times the examples."""
     clients = {"a": TensorDataset(torch.zeros(90, 1)), "b": TensorDataset(torch.ones(10, 1))}

@@ -372,7 +372,7 @@ def test_the_pictures_of_fedmargin_find_it(federated_trainer, monkeypatch):
 # --- Monoid -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", quick(PRESETS, ["fedadam", "fedavgm"]))
 def test_order_shards_and_copies_do_not_matter(name):
     make = PRESETS[name][0]
     received = round_of(0, 4)
@@ -602,7 +602,7 @@ def test_states_of_others(caplog):
 # --- Fits -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", quick(PRESETS, ["fedadam", "fedavgm"]))
 def test_a_fit_against_a_plain_loop(name, federated_trainer):
     clients, recorder = models.images(SIZES), Recorder()
     history = fedprox_reference(
