@@ -40,7 +40,7 @@ def accountant():
         (Budget(0.5, 1e-5, 600, 600), 1, 0.5),
         slow((Budget(1.5, 1e-5, 600, 600), 8, 0.5)),
         slow((Budget(0.5, 1e-5, 600, 60), 10, 0.0)),
-        (Budget(0.5, 1e-5, 600, 60, "fixed"), 10, 0.0),
+        slow((Budget(0.5, 1e-5, 600, 60, "fixed"), 10, 0.0)),
     ],
 )
 def test_the_bound_is_below_what_is_claimed(budget, rounds, least):

@@ -105,7 +105,7 @@ PRIVATE, PLAIN = (0.5, 0.8), (math.inf, 0.0)
     ("clip", "z", "data", "mu"),
     quick(
         [(*noise, data, mu) for noise in (PRIVATE, PLAIN) for data in ("datasets", "loaders") for mu in (0.0, 0.3)],
-        [(*PRIVATE, "datasets", 0.3), (*PRIVATE, "loaders", 0.0), (*PLAIN, "datasets", 0.0), (*PLAIN, "loaders", 0.3)],
+        [(*PRIVATE, "datasets", 0.3), (*PLAIN, "loaders", 0.3)],
     ),
 )
 def test_visits_against_a_plain_implementation(clip, z, data, mu, federated_trainer):
@@ -201,7 +201,9 @@ def test_every_fit_has_a_key_of_its_own_and_leaves_nothing_in_the_module(federat
 
 @pytest.mark.parametrize(
     ("setting", "accountant"),
-    quick(product(VECTORS, ["rdp", "pld"]), [*product(VECTORS, ["rdp"]), *product(list(VECTORS)[:1], ["pld"])]),
+    quick(
+        product(VECTORS, ["rdp", "pld"]), [*product(list(VECTORS)[:2], ["rdp"]), *product(list(VECTORS)[:1], ["pld"])]
+    ),
 )
 def test_the_numbers_of_the_spec(setting, accountant):
     batch, examples, steps, delta = setting
@@ -344,7 +346,7 @@ def test_the_noise_of_an_epsilon_is_that_of_the_client_who_needs_most(options, s
     assert 0.99 * 6 < callback.epsilon() <= 6
 
 
-@pytest.mark.parametrize(("options", "steps"), [({}, 10), ({"max_steps": 7}, 7)])
+@pytest.mark.parametrize(("options", "steps"), [slow(({}, 10)), ({"max_steps": 7}, 7)])
 def test_the_noise_of_an_epsilon_of_a_plain_fit(options, steps, plain_trainer):
     callback = DPSGD(0.5, None, 1e-3, epsilon=3.0, key_for_tests=KEY)
     module, trainer = plain(plain_trainer, callback, 2, **options)
@@ -744,7 +746,7 @@ def test_fits_that_are_refused(options, words, federated_trainer):
 
 
 @pytest.mark.parametrize(
-    "method", [slow("fedavgm"), "scaffold", "fednova", "feddyn:alpha=0.1", slow("median"), "fedper"]
+    "method", [slow("fedavgm"), "scaffold", slow("fednova"), "feddyn:alpha=0.1", slow("median"), "fedper"]
 )
 def test_methods_that_go_with_it(method, federated_trainer):
     """Noisy gradients come from equal draws."""

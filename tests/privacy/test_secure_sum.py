@@ -21,6 +21,7 @@ from lightning_fed.privacy.secure_sum import WEIGHT
 from lightning_fed.rule import RoundInfo
 from lightning_fed.steps import Chain, MaxMedianNorm, MaxNorm, MaxSamples, UniformWeights, UpdateStep
 from tests import models
+from tests.breadth import slow
 from tests.privacy.helpers import KnownKey, WireRecorder
 from tests.recorders import assert_same, loading, state_of
 from tests.references_privacy import clipped_reference, encoded_reference, masked_sum_reference
@@ -307,7 +308,7 @@ def test_a_fit_round_by_round(kind, clip, federated_trainer):
     assert trainer.callback_metrics["fed/num_samples"] == 3
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fairavg", "fedavgm", "fedprox:mu=0.1", "fedper"])
+@pytest.mark.parametrize("method", ["fedavg", "fairavg", slow("fedavgm"), slow("fedprox:mu=0.1"), "fedper"])
 def test_it_is_the_average_but_for_rounding(method, federated_trainer):
     weights = [] if method == "fairavg" else [MaxSamples(1000)]
     plain, _, _ = fit(federated_trainer, 1, (), method)
@@ -365,7 +366,7 @@ def test_a_step_that_is_not_finite_is_left_out(value, size, federated_trainer):
 
 
 @needs_accountant
-@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+@pytest.mark.parametrize("sampling", ["poisson", slow("fixed")])
 def test_with_central_differential_privacy(sampling, federated_trainer):
     dp = KnownKey(0.01, 1e-3, noise_multiplier=0.5, sampling=sampling)
     plain, _, _ = fit(federated_trainer, 3, [dp], clients_per_round=3)
