@@ -1,5 +1,6 @@
 """Client memory of callbacks, the current visit, and metrics reported by aggregators."""
 
+import itertools
 import math
 
 import lightning as L
@@ -10,11 +11,13 @@ from lightning_fed import FederatedCallback, Federation, FolderStore, MemoryStor
 from lightning_fed.algorithms import FedAvg
 from lightning_fed.rule import Aggregator
 from tests import models
+from tests.breadth import quick
 from tests.recorders import MemoryLogger, Recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 SEED = 5
+PERSONAL = {"personal": ["net.head.*"], "optimizer_state": "keep"}
 
 
 def find(trainer):
@@ -34,8 +37,10 @@ class Tally(FederatedCallback):
         memory["bias"] = update.state["net.base.0.bias"].clone()
 
 
-@pytest.mark.parametrize("options", [{}, {"personal": ["net.head.*"], "optimizer_state": "keep"}])
-@pytest.mark.parametrize("kind", ["memory", "folder"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    quick(itertools.product(["memory", "folder"], [{}, PERSONAL]), [("memory", {}), ("folder", PERSONAL)]),
+)
 def test_what_a_client_keeps(kind, options, federated_trainer, tmp_path):
     """A client finds exactly its stored memory; the store also holds personal layers and optimizer state."""
     store = MemoryStore() if kind == "memory" else FolderStore(tmp_path / "clients")

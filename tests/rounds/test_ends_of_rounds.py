@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fed import Availability, FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.data import IID, LoaderDataModule
 from tests import models
+from tests.breadth import pairs, slow
 from tests.recorders import MemoryLogger, Recorder, StepCheckpoint, assert_same, state_of
 
 # Most fits only train, but the modules define a validation step.
@@ -86,9 +87,9 @@ def test_a_fit_goes_on_behind_a_round_that_was_cut(plain_trainer, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-@pytest.mark.parametrize("taken", ["at the epoch's end", "after the fit"])
-@pytest.mark.parametrize("limit_val_batches", [0, 1])
-@pytest.mark.parametrize("steps", [5, 7])
+@pytest.mark.parametrize(
+    ("steps", "limit_val_batches", "taken"), pairs([5, 7], [0, 1], ["at the epoch's end", "after the fit"])
+)
 def test_more_steps_begin_with_a_whole_round(steps, limit_val_batches, taken, plain_trainer, tmp_path):
     """Rounds have five batches: the checkpoint is from the end of a round, or from a cut round."""
     options = {"max_epochs": -1, "limit_val_batches": limit_val_batches}
@@ -223,7 +224,7 @@ class Validations(L.Callback):
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_validation_end"])
+@pytest.mark.parametrize("hook", [slow("on_train_batch_start"), "on_train_batch_end", "on_validation_end"])
 def test_validation_by_batches_follows_complete_rounds(hook, plain_trainer, tmp_path, caplog):
     """The first round has 10 batches, so 24 batches are 2 rounds, also after a resume in a round with 2 batches."""
     clients = models.as_datasets(models.vectors({"a": 80, "b": 16}))
