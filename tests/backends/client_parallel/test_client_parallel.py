@@ -24,10 +24,7 @@ pytestmark = [
 ]
 
 # One process and two processes return equal results.
-ALIKE = [
-    "schedulers", "personal-in-folder", "sampled-classes", "by-batches", "nobody", "faults", "own-rule",
-    "own-statistics", "private-examples", "talkative",
-]  # fmt: skip
+ALIKE = ["personal-in-folder", "by-batches", "nobody", "faults", "own-rule", "private-examples", "talkative"]
 SLOW = [
     "margins-in-memory", "centers", "skipping", "limits", "matched", "second-door", "control-variates", "own-models",
     "evaluated", "batch-norm-average", "personal-batch-norm-in-folder", "margins-in-folder", "server-momentum",
@@ -35,6 +32,7 @@ SLOW = [
     "corrected-gradients", "server-moments", "one-client", "three-clients", "switched", "counted", "spread-out",
     "evaluated-locally", "noisy", "four-rounds", "local-batch-norm-in-folder", "regularizers", "two-optimizers",
     "fused-features", "compressed-down", "averages-of-weights", "max-steps",
+    "schedulers", "sampled-classes", "own-statistics",
 ]  # fmt: skip
 OF_PROCESSES = {"clients", "batches", "models"}  # differs between processes
 OF_ONE = (r"_step", "so_far")  # logged per batch, or an average so far
