@@ -29,6 +29,8 @@ ALIKE += ("fedavgm", "qffl", "a schedule of rounds", "frozen", "last local proto
 ALIKE += ("sleeping", "dropout", "kept heads", "overfitting")
 # Other tests of this folder compare the first three with one process; the others train like "fedper" and "fedprox".
 ALIKE += ("fedavg", "secure sum", "silobn", "fednova", "two optimizers")
+# "fedss" and "fedper" also in other tests of this folder; the others send entries like "fedmargin" and "recalibrate".
+ALIKE += ("fedss", "fedper", "fedfusion", "fixbn", "attacked")
 
 
 @pytest.mark.parametrize("name", quick(CASES, [name for name in CASES if name not in ALIKE]))

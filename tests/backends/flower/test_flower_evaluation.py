@@ -41,7 +41,7 @@ def numbers_of(trainer, *prefixes):
     return {name: value for name, value in values.items() if name.startswith(prefixes)}
 
 
-@pytest.mark.parametrize("case", evaluations.CASES)
+@pytest.mark.parametrize("case", quick(evaluations.CASES, ["classifier", "loaders"]))
 def test_a_server_without_data_has_the_values_of_pooled_data(case, plain_trainer, tmp_path):
     make, data, loaders = evaluations.CASES[case]
     held_out = evaluations.held_out(data, loaders)

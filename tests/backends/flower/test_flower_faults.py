@@ -34,7 +34,7 @@ from lightning_fed.client import client_store
 from tests import models
 from tests.backends.flower.grids import FakeGrid
 from tests.backends.flower.halves import CASES, LOST, OPTIONS, SIZES, Loses, clients_of, in_process, on_flower
-from tests.breadth import quick
+from tests.breadth import quick, slow
 from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -230,7 +230,7 @@ def test_an_answer_that_comes_twice(federated_trainer, tmp_path):
     assert_same(state_of(there), state_of(here))
 
 
-@pytest.mark.parametrize("looks", [0, 3])
+@pytest.mark.parametrize("looks", [slow(0), 3])
 def test_a_node_that_goes_and_comes_back(looks, federated_trainer, tmp_path, caplog):
     """While away, clients are excluded; afterwards they take part under the node's new name.
 
@@ -273,7 +273,7 @@ def test_a_new_node_that_says_nothing_holds_up_no_round(monkeypatch, tmp_path, c
     assert caplog.text.count("client 'bob' is excluded: the client is not connected.") == 2
 
 
-@pytest.mark.parametrize(("days", "lost"), [(-1, ()), (1, ("bob", "cid"))])
+@pytest.mark.parametrize(("days", "lost"), [slow((-1, ())), (1, ("bob", "cid"))])
 def test_the_clock_of_the_servers_machine_is_set(days, lost, federated_trainer, tmp_path, monkeypatch, caplog):
     """Changed after the first answer of a round: no effect backwards; forwards, the other messages have expired.
 

@@ -45,6 +45,7 @@ from tests.backends.flower.halves import (
 )
 from tests.backends.flower.test_flower_app import light_app
 from tests.backends.flower.test_flower_faults import changed, make_module
+from tests.breadth import slow
 from tests.generators import same_random_numbers
 from tests.recorders import assert_same, state_of
 
@@ -363,7 +364,7 @@ def out_of_order(objects):
     }
 
 
-@pytest.mark.parametrize("damage", [without_chunks, of_another_kind, out_of_order])
+@pytest.mark.parametrize("damage", [slow(without_chunks), slow(of_another_kind), out_of_order])
 def test_answers_that_flower_cannot_put_together(damage, federated_trainer, tmp_path, caplog):
     """The server process assembles messages: errors there are the fault of the sending client."""
     data = models.vectors(SIZES)

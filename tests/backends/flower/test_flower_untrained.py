@@ -15,6 +15,7 @@ from lightning_fed.backends.flower.transport import from_records, to_records
 from lightning_fed.backends.wire.packets import Packet
 from tests import models
 from tests.backends.flower.halves import OPTIONS, SIZES, clients_of, in_process, on_flower
+from tests.breadth import slow
 from tests.recorders import Recorder, assert_same, state_of
 from tests.rounds.test_untrained_entries import (
     ADAPTERS,
@@ -50,7 +51,7 @@ def both(federated_trainer, folder, make_module, rounds, **options):
     return here, there, grid
 
 
-@pytest.mark.parametrize("make_module", [Adapted, Following, Switched])
+@pytest.mark.parametrize("make_module", [slow(Adapted), Following, Switched])
 def test_the_same_travels_as_in_one_process(make_module, federated_trainer, tmp_path):
     here, there, _ = both(federated_trainer, tmp_path, make_module, rounds=5)
     assert logged(there, "up") == logged(here, "up")
@@ -69,7 +70,7 @@ def asked_again(grid):
     return sorted(pair for pair in set(rounds) if rounds.count(pair) > 1)
 
 
-@pytest.mark.parametrize("keeps_process", [True, False])
+@pytest.mark.parametrize("keeps_process", [slow(True), False])
 def test_a_server_with_other_weights_sends_them_once(keeps_process, federated_trainer, tmp_path):
     """Also to nodes with a new process per message: received entries are stored in the node's folder."""
 
