@@ -166,7 +166,7 @@ def test_a_policy_names_the_sums(tmp_path, caplog):
             tmp_path / f"{node}", answers=["update", "evaluation"], entries=["layer.*"], metrics=metrics, faults="text"
         )
     for model in MODELS:
-        on_flower(tmp_path, model)
+        on_flower(tmp_path, model, rounds=1)
     assert "does not allow 'study/scores/fedavg|local/" in caplog.text
     assert list(json.loads((tmp_path / "server" / "study.json").read_text())["answers"]) == ["south", "tiny"]
     assert (tmp_path / "sites" / "sites" / "north.md").exists()
@@ -189,6 +189,8 @@ def secured(tmp_path_factory):
     with same_random_numbers():
         for model, seed in itertools.product(MODELS, (3, 4)):
             fits[model, seed] = secure(folder, model, seed=seed)
+            if (model, seed) == ("fedavg", 3):
+                shutil.copytree(folder, folder.with_name(f"{folder.name}_first"))
             if (model, seed) == ("local", 3):
                 shutil.copy(folder / "server" / "study.json", folder / "one_seed.json")
     return folder, fits
@@ -281,12 +283,12 @@ def test_a_sum_is_released_for_one_set_of_sites(secured, tmp_path, caplog):
     assert found["fedprox"] == pytest.approx(found["fedavg"], rel=1e-6)  # the test's fit is one with FedAvg
 
 
-def test_a_fit_without_the_secure_sum_is_excluded(tmp_path, caplog):
+def test_a_fit_without_the_secure_sum_is_excluded(secured, tmp_path, caplog):
     """Otherwise a last fit without the step would get the sums of single sites."""
-    secure(tmp_path, "fedavg")
-    assert {len(answer["data"]) for answer in on_flower(tmp_path, "local", sites=ManySites, rounds=1)[1]} == {0}
+    folder = shutil.copytree(secured[0].with_name(f"{secured[0].name}_first"), tmp_path / "first")
+    assert {len(answer["data"]) for answer in on_flower(folder, "local", sites=ManySites, rounds=1)[1]} == {0}
     assert "the client's scores from earlier fits have another metric, stage, patient key or secure sum" in caplog.text
-    assert not (tmp_path / "server" / "study.md").exists()
+    assert not (folder / "server" / "study.md").exists()
 
 
 def test_a_site_answers_for_one_variance_between_sites():
@@ -328,8 +330,17 @@ def fit(folder, model="fedavg", rounds=ROUNDS, metric="test_loss", callbacks=())
     trainer.fit(Net(), datamodule=Sites())
 
 
-def test_unequal_fits_are_refused_before_training(tmp_path):
-    fit(tmp_path)
+@pytest.fixture(scope="module")
+def one_fit(tmp_path_factory):
+    """The files after one fit."""
+    folder = tmp_path_factory.mktemp("one")
+    with same_random_numbers():
+        fit(folder)
+    return folder
+
+
+def test_unequal_fits_are_refused_before_training(one_fit, tmp_path):
+    shutil.copytree(one_fit, tmp_path, dirs_exist_ok=True)
     with pytest.raises(MisconfigurationException, match="Expected equal rounds in all fits"):
         fit(tmp_path, "local", rounds=ROUNDS + 1)
     with pytest.raises(MisconfigurationException, match="Expected equal metric in all fits"):
@@ -341,8 +352,8 @@ def test_unequal_fits_are_refused_before_training(tmp_path):
     assert list(json.loads((tmp_path / "runs.json").read_text())["models"]) == ["fedavg"]
 
 
-def test_a_site_without_earlier_scores_is_excluded(tmp_path, caplog):
-    fit(tmp_path)
+def test_a_site_without_earlier_scores_is_excluded(one_fit, tmp_path, caplog):
+    shutil.copytree(one_fit, tmp_path, dirs_exist_ok=True)
     (tmp_path / "sites" / "south.json").unlink()
     path = tmp_path / "sites" / "tiny.json"
     content = json.loads(path.read_text())
