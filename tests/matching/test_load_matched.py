@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_fed.matching import PermutationGroups, load_matched, resize_module
 from tests import models, warm_process
+from tests.generators import same_random_numbers
 from tests.matching.load_script import CASES, Letters, Normed
 
 
@@ -43,10 +44,17 @@ def test_in_another_process(tmp_path):
         assert result["is_tied"] == (name == "tied")
 
 
+@pytest.fixture(scope="module")
+def letters():
+    """An example, a grown module, and the module's output."""
+    with same_random_numbers():
+        example = torch.randint(20, (2, 7))
+        return example, *grown(Letters, example)
+
+
 @pytest.mark.parametrize("kind", ["file", "path", "content", "state"])
-def test_every_kind_of_checkpoint(kind, tmp_path):
-    example = torch.randint(20, (2, 7))
-    wide, output = grown(Letters, example)
+def test_every_kind_of_checkpoint(kind, letters, tmp_path):
+    example, wide, output = letters
     content = {"state_dict": wide.state_dict()}
     torch.save(content, tmp_path / "a.ckpt")
     checkpoint = {
@@ -181,10 +189,10 @@ def test_an_example_shows_what_does_not_fit(door):
         load_matched(module, {**before, "net.head.bias": 0.0})
 
 
-def test_names_must_be_the_modules():
+def test_names_must_be_the_modules(letters):
     module = Letters()
     before = copy.deepcopy(module.state_dict())
-    wide = grown(Letters, torch.randint(20, (2, 7)))[0].state_dict()
+    wide = letters[1].state_dict()
     lacking = {name: value for name, value in wide.items() if name != "decoder.bias"}
     with pytest.raises(ValueError, match=r"the module's entries, but it lacks 'decoder\.bias'\."):
         load_matched(module, lacking)

@@ -69,7 +69,7 @@ WAYS = [("grow", "fedma"), ("permute", "fedma"), ("grow", "pfnm")]
     ("name", "mode", "order"),
     quick(
         [(name, *way) for name in CASES for way in WAYS],
-        [*((name, *WAYS[0]) for name in CASES), ("normed", *WAYS[1]), ("tied", *WAYS[2])],
+        [*((name, *WAYS[0]) for name in CASES if name != "letters"), ("normed", *WAYS[1]), ("tied", *WAYS[2])],
     ),
 )
 def test_permuted_copies_are_one_network(name, mode, order):

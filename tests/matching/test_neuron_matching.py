@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_fed.matching import match_neurons
+from tests.breadth import slow
 from tests.references_matching import (
     estimate_reference,
     estimated_reference,
@@ -136,7 +137,7 @@ def test_stopping_early_changes_nothing():
     assert clear.passes == 1 < noisy.passes
 
 
-@pytest.mark.parametrize("blocks", [None, [4, 1], [2, 2, 1]])
+@pytest.mark.parametrize("blocks", [None, slow([4, 1]), [2, 2, 1]])
 def test_estimated_variances_are_the_references(blocks):
     for seed in range(3):
         clients = random_clients((6, 5, 6), 5, seed, scale=0.1)
@@ -267,7 +268,7 @@ def test_the_published_score_merges_private_neurons():
     assert len(match_neurons(clients, np.random.default_rng(0)).owners) == 184
 
 
-@pytest.mark.parametrize("kind", ["random", "shared", "opposite"])
+@pytest.mark.parametrize("kind", ["random", "shared", slow("opposite")])
 def test_the_published_prior_sets_the_width(kind):
     """For short neurons every later client adds one neuron per k < gamma sqrt(J - 1) / J.
 
