@@ -10,7 +10,7 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 class OptionError(ValueError):
-    """Raised for an option that does not fit the data or the model. The command line prints no traceback."""
+    """Raised for an option that does not fit the data or the model. The command line prints only the message."""
 
 
 class BadUpdate(ValueError):

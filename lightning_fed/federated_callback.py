@@ -106,7 +106,7 @@ class FederatedCallback(TrainerCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Client side, after the module has loaded the broadcast, before the first batch of the visit."""
+        """Client side, after the module has loaded the broadcast, before the first training batch in the round."""
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
         """Client side, before a training step: returns the batch for ``training_step``.
@@ -175,9 +175,9 @@ class AskableCallback(FederatedCallback, ABC):
     def on_client_question(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, question: Mapping[str, Any]
     ) -> ClientUpdate:
-        """Client side: answers the server's ``question`` with the loaded module. Changes to the module are reverted.
+        """Client side: computes a client's answer to ``question``; ``module`` contains the model for this client.
 
-        Raises :class:`ClientFault` if the client has no answer.
+        Afterwards changes to the module are reverted. Raises :class:`ClientFault` if the client has no answer.
         """
 
 

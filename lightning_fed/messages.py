@@ -30,7 +30,7 @@ MOST_SAMPLES = 10**12  # larger reported numbers of examples are rejected
 
 
 def plain_keys(clients: Iterable[Client]) -> list[Client]:
-    """Converts clients to Python strings and integers, because NumPy scalars do not load with ``weights_only=True``."""
+    """Converts client names to Python strings and integers: NumPy scalars do not load with ``weights_only=True``."""
     return [str(client) if isinstance(client, str) else int(client) for client in clients]
 
 

@@ -76,7 +76,7 @@ SINGLE_PROCESS = ProcessGroup()
 
 
 class RoundSynchronisation(ABC):
-    """Synchronises processes with different clients in a round.
+    """Synchronises processes with different clients, at the start and the end of a round.
 
     Attributes:
         visit_costs: Durations of earlier visits (:class:`~lightning_fed.data.round_plan.VisitCosts`), to balance work.

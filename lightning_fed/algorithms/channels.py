@@ -56,7 +56,10 @@ class Channel:
     bounds: Literal["none", "above", "work"] = "none"
 
     def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
-        """Reads the values that a client sent as ``title``, by entry name. Raises ``BadUpdate`` for invalid values."""
+        """Reads the tensors or numbers of this channel from a client's message, by entry name.
+
+        ``title`` is the channel's name. Raises ``BadUpdate`` for invalid values.
+        """
         alone = {"": update.extras[title]} if title in update.extras else {}
         sent = alone if self.form == "number" else without_prefix(update.extras, f"{title}:")
         if not sent:
@@ -187,7 +190,7 @@ class ChannelRule(AveragingAggregator):
         return record
 
     def correct(self, parameter: nn.Parameter, correction: Tensor) -> Tensor:
-        """Computes the term added to a parameter's gradient, from the correction returned by :meth:`begin_visit`."""
+        """Computes the term added to a parameter's gradient, from the result of :meth:`begin_visit`."""
         return correction
 
     def end_visit(self, visit: ChannelVisit) -> None:

@@ -164,7 +164,10 @@ class FedNova(ChannelRule):
 
 
 class _NormalisedSum:
-    """Weighted sums of updates divided by step lengths, for one entry. Equal lengths give FedAvg bit for bit."""
+    """Running weighted sum of client updates divided by step lengths (FedNova), for one model entry.
+
+    If all step lengths are equal, the result equals FedAvg bit for bit.
+    """
 
     def __init__(self) -> None:
         self.first = 0.0

@@ -94,7 +94,7 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
 
 
 def warn_of_monitors(fit: FederatedFit) -> None:
-    """Warns once if a callback monitors the global model's metrics, but clients have separate BatchNorm statistics."""
+    """Warns once if a callback monitors metrics of the global model, but clients have separate BatchNorm statistics."""
     names = [name for name in monitored_names(fit) if not name.startswith(("fed/", "client/", "comm/", "train"))]
     if names and fit.record_warning("monitor"):
         _log.warning(

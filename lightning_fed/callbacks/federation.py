@@ -195,7 +195,7 @@ class Federation(TrainerCallback):
 
     @property
     def steps(self) -> Sequence[UpdateStep]:
-        """Update steps (such as clipping) in order of execution on the client: first the method's, then ``steps``."""
+        """Update steps (such as clipping), in the order of execution on the client: the method's steps come first."""
         return tuple(self.server.chain.steps)
 
     @property
@@ -255,7 +255,7 @@ class Federation(TrainerCallback):
 
     @property
     def visit(self) -> PlannedVisit:
-        """Description of the current visit (client, round, seed, length). Raises an error outside a visit."""
+        """Description of the client in training (name, round, seed, batches). Raises an error if no client trains."""
         assert self.current_visit is not None
         return self.current_visit
 

@@ -110,7 +110,7 @@ class CarriedAttributes:
         self._read_metrics: set[str] = set()
 
     def start_round(self) -> None:
-        """Stores fingerprints of all attributes of module, callbacks and optimizers before a round's first visit."""
+        """Stores fingerprints of all attributes of module, callbacks and optimizers before a round's first training."""
         if self._is_reset:
             self._optimizers = list(self._find_optimizers())
         self._before = self._fingerprints()

@@ -126,8 +126,8 @@ class LocalModel:
     def load_global(self, state: Mapping[str, Tensor]) -> None:
         """Loads the global model: shared entries from ``state``, all other entries with the server's values.
 
-        The caller must not change the tensors of sliced entries (clients receive only some rows) afterwards, because
-        the module uses these tensors.
+        The module uses the tensors of sliced entries (clients receive only some rows) without a copy, so the caller
+        must not change these tensors afterwards.
         """
         self.load({**state, **self.server_entries})
         additions, self._additions = self._additions, {}

@@ -158,7 +158,7 @@ class _PooledRounds(RevertingCallback):
 
 
 class _ClientMeans(Callback):
-    """Callback that evaluates the central model on each client's data, and logs means like ``ClientEvaluation``."""
+    """Callback that evaluates the central model on each client's data, and logs the means over the clients."""
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:

@@ -173,7 +173,7 @@ def validate_after_rounds(
 
 
 def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) -> None:
-    """Refuses Trainer settings and callbacks unsupported in a federated fit. ``is_plain``: with a single client."""
+    """Refuses Trainer settings and callbacks unsupported in a federated fit. ``is_plain``: only one client."""
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
         raise MisconfigurationException(
             "`training_step(self, dataloader_iter)` fetches batches itself, but a client's visit must begin before "
@@ -306,7 +306,7 @@ def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
 
 
 def describe_clients(clients: Sequence[Client]) -> str:
-    """Returns the number of clients and a hash of the client names as text, for comparison with a checkpoint."""
+    """Formats the number of clients and a hash of the client names; a checkpoint contains the text."""
     if isinstance(clients, range):
         return f"{len(clients)} clients {clients}"
     if not isinstance(clients, list | tuple):  # a lazy sequence may be too long to read

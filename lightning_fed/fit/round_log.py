@@ -90,10 +90,11 @@ class RoundLog:
         measured: Mapping[str, float],
         is_private: bool = False,
     ) -> None:
-        """Logs a round, given the server's report and the shared entries ``before`` and ``after`` the round.
+        """Logs a round's client counts, bytes, norms and metrics.
 
-        ``measured`` contains the aggregator's metrics by name; ``parameters`` names the trained entries. If
-        ``is_private``, only ``measured`` is logged.
+        ``report`` is the server's :class:`RoundReport`. ``before`` and ``after`` are the shared model entries at the
+        start and the end of the round. ``measured`` contains the aggregation rule's metrics by name, and ``parameters``
+        the names of the trained entries. If ``is_private``, only ``measured`` is logged.
         """
         totals = self.total_up_bytes + report.up_bytes, self.total_down_bytes + report.down_bytes
         if is_private:  # without totals, which the summary would publish

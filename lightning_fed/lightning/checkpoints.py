@@ -1,4 +1,4 @@
-"""Lightning checkpoints: atomic writes, loads without pickle, and the folders written by a fit."""
+"""Lightning checkpoints: atomic writes, loading without pickle, and removal or search of files from a fit."""
 
 from __future__ import annotations
 

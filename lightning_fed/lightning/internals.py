@@ -154,9 +154,9 @@ def is_validating(trainer: L.Trainer) -> bool:
 
 
 def exchange_stage(trainer: L.Trainer, stage: Any) -> Any:
-    """Sets the Trainer's stage (``"validation"``, ``"test"`` or a value returned before). Returns the previous stage.
+    """Sets the Trainer's stage (``"validation"``, ``"test"`` or an earlier return value). Returns the previous stage.
 
-    The attribute is ``stage`` in the Trainer's state.
+    The stage is the attribute ``stage`` of the Trainer's state.
     """
     before = trainer.state.stage
     known = {"validation": RunningStage.VALIDATING, "test": RunningStage.TESTING}

@@ -140,7 +140,7 @@ def check_entries(module_names: Iterable[str], state: Iterable[str], label: str)
 
 
 def with_state(content: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies a checkpoint's content with ``state`` as model state, and without the states of optimizers and loops."""
+    """Copies a checkpoint's content, with ``state`` as the state dict and without optimizer and loop states."""
     if "state_dict" not in content:
         return dict(state)
     return {name: value for name, value in content.items() if name not in _OF_ONE_RUN} | {"state_dict": dict(state)}

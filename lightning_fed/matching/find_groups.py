@@ -75,7 +75,10 @@ def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: 
 
 
 def _split_blocks(family: list[_Neuron]) -> list[tuple[list[_Neuron], int]]:
-    """Splits neurons into sets with exchangeable neurons. Returns each set with its number of GroupNorm groups."""
+    """Splits neurons into sets whose neurons can be exchanged.
+
+    Returns pairs of a set and the number of GroupNorm blocks in the set (1 without such blocks).
+    """
     # Whole blocks are exchangeable if all blocks have equal size and no normalization group spans two blocks.
     blocks: dict[frozenset[Constraint], list[_Neuron]] = defaultdict(list)
     for neuron in family:

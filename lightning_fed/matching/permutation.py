@@ -302,7 +302,11 @@ def _rearranged(
     after: Sequence[PermutationGroup],
     sources: Sequence[Tensor],
 ) -> dict[str, Tensor]:
-    """Moves the neurons in a state. ``sources`` lists each group's new neurons by old index, -1 for added neurons."""
+    """Reorders, inserts and removes neurons in a state dict.
+
+    For each group (neurons that exchange places together), ``sources`` lists the old index of each new neuron, or -1
+    for a neuron that is new and filled with zeros.
+    """
     for group, source in zip(before, sources, strict=True):
         if group.blocks == 1:
             continue

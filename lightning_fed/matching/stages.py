@@ -1,4 +1,4 @@
-"""Stages of layer-wise matching. A stage contains the layers that are matched in one round and then frozen."""
+"""Stages (sets of layers) for matching neurons layer by layer: a stage is matched in one round, then frozen."""
 
 from __future__ import annotations
 
@@ -88,11 +88,7 @@ def check_stages(choice: StageChoice) -> StageChoice:
 
 
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
-    """Finds the entries of output layers among ``names``, the state dict entries in the last stage (set of layers).
-
-    Output layers come after all layers with permutable neurons, and have as many rows as the last layer. Running
-    statistics and integer entries are not returned. ``form`` maps all exchanged entries to tensors of equal shape.
-    """
+    """Finds output layers: entries in ``names`` after all layers with permutable neurons, as long as the last layer."""
     order = {name: index for index, name in enumerate(groups.order)}
     makers = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}
     last = max((index for name, index in order.items() if name in makers or name not in form), default=-1)

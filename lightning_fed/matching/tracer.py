@@ -175,7 +175,6 @@ class Tracer:
         return TracedActivation(ids, activation.shape)
 
     def read(self, view: ParameterView, dim: int, ids: Tensor) -> None:
-        """Unites the neuron ids of a parameter's input axis with ``ids``, because a product sums over both together."""
         axis_ids = self.axis(view, dim, "in")
         self.union_find.unite(axis_ids, torch.where(ids == NEUTRAL, PINNED, ids))
 

@@ -367,7 +367,7 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def distance(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterable[str]) -> float | None:
-    """Euclidean distance between two states over the named entries with equal shapes; ``None`` without such entries."""
+    """Euclidean distance between two models, over the named entries of equal shape; ``None`` without such entries."""
     common = [name for name in names if name in new and name in old and new[name].shape == old[name].shape]
     steps = differences([new[name] for name in common], [old[name] for name in common])
     return float(norm(steps)) if common else None

@@ -82,7 +82,7 @@ def update_layer_sizes(module: nn.Module) -> list[AttributeChange]:
 
 
 def layer_numbers(layer: nn.Module) -> dict[str, Any]:
-    """Maps a layer's size attributes (such as ``in_features``) to the sizes in the layer's current tensors."""
+    """Maps a layer's size attributes (such as ``in_features``) to values read from the layer's tensor shapes."""
     if isinstance(layer, nn.modules.conv._ConvNd):  # noqa: SLF001  the base class of all convolutions
         first, second = layer.weight.shape[:2]
         if layer.transposed:

@@ -68,7 +68,7 @@ class Ring:
 
     @property
     def scale(self) -> float:
-        """Factor from a value to the encoded integer, before rounding."""
+        """Factor from a value to the fixed-point integer, before rounding."""
         return ((_SIZE // 2 - 1) / self.clients - 1) / (self.max_weight * self.clip)
 
     def extras(self) -> State:

@@ -257,7 +257,10 @@ class RingSum(Held):
 
 
 class RingSettings(FederatedCallback):
-    """Chooses the integer scale of the secure sum before a fit, and refuses callbacks that send per-client values."""
+    """Callback that chooses the fixed-point scale for the integers of a secure sum before the fit.
+
+    Refuses callbacks that send values of single clients to the server.
+    """
 
     supports_vectorize = True
     keeps_privacy = True

@@ -98,7 +98,7 @@ def ask(
     question: Mapping[str, Any],
     own: bool,
 ) -> Answers:
-    """Asks ``clients`` a question outside a round, and collects the answers. See :meth:`Federation.ask`."""
+    """Sends a question to ``clients`` outside a round, and collects the answers. See :meth:`Federation.ask`."""
     trainer, clients = fit.trainer, list(clients)
     round = trainer.current_epoch
     with torch.inference_mode(False):  # tensors made in that mode cannot be trained

@@ -492,7 +492,7 @@ class RoundLoop:
             complete_epoch(checkpoint, is_counted=False)
 
     def cut_short(self) -> None:
-        """Ends an unfinished round without aggregation if the fit ends early. With one client, aggregates the round."""
+        """Ends an unfinished round without aggregation if the fit ends early. With a single client, aggregates."""
         round = self.open_round
         if round is not None and self.fit.is_plain and round.loader.current is not None:
             round.driver.cut(round.loader.current)

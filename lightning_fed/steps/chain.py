@@ -141,9 +141,10 @@ class Chain:
         sent: State,
         inspect: Callable[[ClientUpdate, State], None] | None = None,
     ) -> None:
-        """Decodes an update. The result goes to the rule, or to a step with storage for the round's updates.
+        """Decodes a client's update and passes the result to the aggregation rule.
 
-        ``inspect`` receives the decoded update and ``sent``, the broadcast. Raises ``BadUpdate`` for an invalid update.
+        An update step with storage for all of the round's updates receives the update instead of the rule. ``inspect``
+        is called with the decoded update; ``sent`` is the broadcast. Raises ``BadUpdate`` for an invalid update.
         """
         self._pass(update, sent, len(self.steps), inspect)
 
@@ -187,7 +188,7 @@ class Chain:
         }
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Metrics of the last round. Steps get the updates' ``norms`` only if the server may see each update."""
+        """Metrics of rule and update steps for the last round, without norms if the server may not see updates."""
         metrics = self.rule.metrics()
         for step in self.steps:
             metrics |= step.metrics(norms if self.reveals == "update" else {})

@@ -14,7 +14,7 @@ class WeightStep(UpdateStep, ABC):
 
     @abstractmethod
     def weight(self, num_samples: int) -> int:
-        """Returns the client's weight in the mean: an integer, at least 1, not decreasing in ``num_samples``."""
+        """Returns the weight of a client with ``num_samples`` examples: an integer, at least 1, not decreasing."""
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         update.num_samples = self.weight(update.num_samples)

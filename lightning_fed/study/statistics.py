@@ -203,9 +203,10 @@ def random_effects(values: ArrayLike, variances: ArrayLike) -> RandomEffects:
 
 
 def effect_sums(values: ArrayLike, variances: ArrayLike, tau_squared: ArrayLike = 0.0) -> Floats:
-    """Terms ``(..., 4)`` for the sums in :func:`random_effects`: w, w times d, w times d^2, and w^2.
+    """Terms ``(..., 4)`` for the sums in :func:`random_effects`: :math:`w, w d, w d^2, w^2`.
 
-    d is a site's difference. The weight w is the inverse of the site's variance plus ``tau_squared``.
+    :math:`d` (``values``) is the difference between two models' scores at a site, with variance :math:`v`
+    (``variances``). The weight is :math:`w = 1 / (v + t)`; :math:`t` (``tau_squared``) is the variance between sites.
 
     Example:
         >>> effect_sums(0.5, 0.25).tolist()

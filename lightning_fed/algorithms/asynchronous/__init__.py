@@ -1,1 +1,1 @@
-"""Asynchronous rounds: FedBuff and FedAsync, in virtual time or with a recorded arrival order."""
+"""FedBuff and FedAsync: asynchronous training, in virtual time or in a recorded sequence of update arrivals."""

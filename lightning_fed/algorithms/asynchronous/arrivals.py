@@ -93,7 +93,7 @@ class Order(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
-        """Restores the state from :meth:`state_dict`. By default an order has no state."""
+        """Restores the state returned by :meth:`state_dict`. In the base class the state is empty."""
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,7 @@ class FedMA(Aggregator):
         return Broadcast(self._info.round, state, extras)
 
     def expected(self, broadcast: Broadcast) -> State:
-        """Returns an update's expected entries: the next stage (set of layers), with the client's layer widths."""
+        """Returns an update's expected entries: the layers matched next, with the client's layer widths."""
         current = self._pass(self._info.round)
         entries = self._resized_entries(current)
         return {name: entries[name] for name in self._stages[current.stage].entries}

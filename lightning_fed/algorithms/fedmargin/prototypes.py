@@ -24,7 +24,7 @@ _DECAY = 0.1  # weight of the previous value in the moving average
 
 
 class Prototypes(NamedTuple):
-    """Prototypes: mean and number of feature vectors for each class.
+    """Class prototypes: mean and number of the feature vectors of each class.
 
     Attributes:
         means: Mean features, shape ``(C, d)``; zeros for absent classes.

@@ -1,4 +1,4 @@
-"""Client updates of a round, with methods that compute inner products and combinations in chunks of coordinates."""
+"""Client updates of a round as a matrix, with inner products and combinations computed in chunks of columns."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Several processes per client: remote clients can train visits with DDP."""
+"""DDP on a client: several processes of a remote client train together on the client's data."""

@@ -1,4 +1,4 @@
-"""Writes and verifies a run's certificate, without torch."""
+"""Writes and verifies a run's certificate, a signed list with the run's file digests, without torch."""
 
 from __future__ import annotations
 

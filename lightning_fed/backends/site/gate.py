@@ -143,7 +143,10 @@ class SiteGate:
     def _judge(
         self, policy: SitePolicy, record: Record, order: Order, reply: Packet | Refusal | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Checks an answer by the site policy. Returns matched values of the policy, and the names in the answer."""
+        """Checks a server's message, or a client's reply, by the site policy. Raises an error if forbidden.
+
+        Returns the policy's values that allowed the message, and the names in the reply.
+        """
         if isinstance(reply, Refusal):
             raise reply
         if reply is not None and find_kind(reply.text) == "fault":

@@ -43,7 +43,7 @@ _TORN = re.compile(rb"[^\n]+|[0-9a-f]{1,64}( [^\n]*)?(\n([0-9a-f]{1,64}( [^\n]*)
 
 
 class RecordError(Exception):
-    """Raised for a forged, damaged or unwritable record file."""
+    """Raised if a site's record file (a log of server messages and answers) is forged, damaged or unwritable."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Server side, client side and messages for federations across machines, on any network."""
+"""Server program and client program for federations across machines, without code for a particular network."""
 
 from lightning_fed.backends.wire.bounds import OrderBounds as OrderBounds
 from lightning_fed.backends.wire.transport import Deadline as Deadline

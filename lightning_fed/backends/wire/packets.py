@@ -204,7 +204,7 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
 
 
 def is_answer(packet: Packet) -> bool:
-    """True for a client's answer, false for a fault (reason for a missing answer) and for invalid text up to 2 KiB.
+    """True for a packet with a client's answer; false for a :class:`Fault` packet and for invalid text up to 2 KiB.
 
     Example:
         >>> is_answer(write_packet("update", {})), is_answer(write_fault(Fault("ann", "no"))), is_answer(Packet("{"))

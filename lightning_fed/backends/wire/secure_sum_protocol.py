@@ -93,7 +93,7 @@ class Secrets:
 
 @dataclass(frozen=True)
 class Share:
-    """One client's shares of the two secrets (``pairing`` and ``seed``) of another client, 16 bytes each."""
+    """One client's shares of the two secrets of another client, for pairwise masks and private mask, 16 bytes each."""
 
     pairing: bytes
     seed: bytes

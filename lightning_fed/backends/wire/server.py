@@ -1,4 +1,4 @@
-"""Server side for any network: a fit with remote clients."""
+"""Server program for any network: a fit with clients on other machines."""
 
 from __future__ import annotations
 
