@@ -72,7 +72,7 @@ class Compression(UpdateStep, ABC):
 
     @abstractmethod
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Encodes one entry's update, ``step``. Returns the code, and extra values such as a scale or positions."""
+        """Encodes ``step``, the update of one model entry. Returns the encoded tensor, and values such as a scale."""
 
     @abstractmethod
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class FederatedCallback(TrainerCallback):
     """
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Server side, before the first visit. The module contains the global model, which the hook must not change."""
+        """Server side, before clients train. The module contains the global model, which the hook must not change."""
 
     def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
         """Returns the names of sliced entries (clients receive only the requested rows). Called once per fit."""
@@ -132,7 +132,7 @@ class FederatedCallback(TrainerCallback):
         """Server side, before the update is checked: may unpack entries from :meth:`on_client_end`."""
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Client side, after a visit, including failed visits: may revert the callback's changes to the module."""
+        """Client side, after training (also after a failure): may revert the callback's changes to the module."""
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None] | None:
         """Shares values between processes that train different clients, before :meth:`on_server_aggregate`.

@@ -100,7 +100,7 @@ def refuse_foreign(*objects: Any) -> None:
 
 @cache
 def warn_of_two() -> None:
-    """Warns once if ``lightning.pytorch`` and ``pytorch_lightning`` are both imported: one rejects the other."""
+    """Warns once if ``lightning.pytorch`` and ``pytorch_lightning`` are imported, whose classes are incompatible."""
     if "pytorch_lightning" in sys.modules and not _is_one():
         _log.warning(
             "Both `lightning` and `pytorch_lightning` are imported: two packages with the same code. `Federation` needs"

@@ -81,7 +81,7 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """Numbers reported by one client, by channel and entry. ``octaves`` are base-2 exponents of numbers with limits."""
+    """Numbers sent by one client, by name and model entry. ``octaves``: base-2 exponents of numbers with limits."""
 
     num_samples: int
     numbers: dict[str, dict[str, float]]
@@ -244,7 +244,10 @@ class ChannelRule(AveragingAggregator):
             self.parts.setdefault(key, Part()).merge(part)
 
     def join(self) -> Part:
-        """Merges the round's sums, kept by magnitude of client numbers. Implausible numbers raise ``BadUpdates``."""
+        """Merges the round's sums over clients, stored separately by magnitude of the clients' numbers.
+
+        Implausible numbers raise ``BadUpdates``.
+        """
         self._exclude()
         if len(self.parts) == 1:
             (joined,) = self.parts.values()

@@ -1,4 +1,4 @@
-"""Terms added to the gradients in every optimizer step of a visit."""
+"""Terms added to the gradients in every optimizer step of a client's training."""
 
 from __future__ import annotations
 

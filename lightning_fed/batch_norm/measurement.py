@@ -64,7 +64,7 @@ Different image appearance changes the first layer. Different labels change late
 
 
 def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[PlannedVisit]) -> None:
-    """Warns once per fit if the option ``batch_norm`` has no effect, or does not suit the module or the visits."""
+    """Warns once per fit if the option ``batch_norm`` has no effect, or does not suit the module or other options."""
     if "batch_norm" in fit.warned:
         return
     option, rounds = fit.batch_norm.treatment, fit.trainer.max_epochs

@@ -52,7 +52,7 @@ class InputStatistics:
                 handle.remove()
 
     def as_extras(self) -> State:
-        """Returns by name each layer's mean and biased variance, shape ``(channels,)``, and values per channel."""
+        """Returns by name each layer's mean, biased variance, shape ``(channels,)``, and number of averaged values."""
         extras: State = {}
         for name, (count, total, squares) in self._sums.items():
             mean = total / count

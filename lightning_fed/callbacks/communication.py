@@ -40,10 +40,10 @@ class Traffic(NamedTuple):
 
 
 class PartTraffic(NamedTuple):
-    """Traffic per visit for a model part, or for ``"(all)"`` parts: mean over clients and rounds.
+    """Mean bytes for a submodule (or ``"(all)"``) per client and round.
 
-    ``full_numel`` is the part's number of elements, which federated averaging would send in each direction. ``share``
-    is the number of bytes in both directions, divided by the bytes of federated averaging.
+    ``full_numel`` is the submodule's number of elements, which federated averaging would send in each direction.
+    ``share`` is the number of bytes in both directions, divided by the bytes of federated averaging.
     """
 
     part: str
@@ -180,7 +180,7 @@ class CommunicationReport(FederatedCallback):
         return [row for traffic in self._visits.values() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
-        """Mean traffic by submodule, for row requests and for extra tensors, then the total; empty without visits."""
+        """Mean bytes by submodule, for row requests and for extra tensors, then the total; empty before training."""
         if not self._visits:
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])

@@ -261,7 +261,7 @@ class Federation(TrainerCallback):
 
     @property
     def current_visits(self) -> Sequence[PlannedVisit]:
-        """Visits in training: several if clients train simultaneously, none while a client trains a personal model."""
+        """Clients in training: several if clients train simultaneously, none while a client trains a personal model."""
         if self._loop.open_round is None or (self.open_visit is not None and self.open_visit.trains_second_model):
             return ()
         return self._loop.open_round.driver.group
@@ -505,7 +505,7 @@ class Federation(TrainerCallback):
         self.round_log.show(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Restores the last complete global model, and adds a note on the interrupted visit to the exception."""
+        """Restores the last complete global model, and adds the interrupted client and round to the exception."""
         try:
             if self.current_visit is not None:
                 exception.add_note(describe_visit(exception, self.current_visit))

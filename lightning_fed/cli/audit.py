@@ -25,7 +25,7 @@ from lightning_fed.console import round_number
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs ``lightning-fed audit`` with the command-line arguments ``args``. Exit status 1 means a changed record."""
+    """Runs ``lightning-fed audit`` with arguments ``args``. Exit status 1 means a changed log of messages."""
     options = _parser().parse_args(args)
     shown: deque[Line] = deque(maxlen=options.last)
     number, head, is_there = 0, START, options.head in (None, START)

@@ -1,4 +1,4 @@
-"""Stores for client state between visits: personal entries, optimizer state, and tensors of callbacks.
+"""Stores for client state between rounds: personal entries, optimizer state, and tensors of callbacks.
 
 Each round writes a new version, so a run that resumes from an earlier checkpoint does not read later tensors.
 """
@@ -30,7 +30,7 @@ _DIGEST = "sha256"
 
 
 class ClientStore(ABC):
-    """Store for each client's tensors between visits. Only tensors of the round's clients need memory."""
+    """Stores each client's tensors between rounds. Only tensors of the current round's clients need memory."""
 
     @abstractmethod
     def get(self, client: Client) -> State | None:
@@ -42,7 +42,7 @@ class ClientStore(ABC):
 
     @abstractmethod
     def put(self, client: Client, round: int, state: State) -> None:
-        """Stores a client's tensors after a visit in ``round``. An empty ``state`` deletes the client's tensors."""
+        """Stores a client's tensors after training in ``round``. An empty ``state`` deletes the client's tensors."""
 
     @abstractmethod
     def commit(self, round: int, clients: Collection[Client]) -> None:

@@ -183,9 +183,9 @@ class LocalModel:
             self.store.put(client, round, client_state)
 
     def find_personal_fault(self, client: Client) -> str | None:
-        """Describes the first personal entry that changed shape or dtype, or became implausible, in a visit.
+        """Describes the first personal entry that changed shape or dtype, or became implausible, in training.
 
-        Implausible values are NaN, infinite or extreme; such entries are accepted if implausible before the visit.
+        Implausible values are NaN, infinite or extreme; such entries are accepted if implausible before the training.
         """
         if not self.personal:
             return None

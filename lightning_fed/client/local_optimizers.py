@@ -1,4 +1,4 @@
-"""Resets optimizers, schedulers and loss scale for every client visit."""
+"""Resets optimizers, schedulers and loss scale before each client's training in a round."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ class LocalOptimizers:
         self._step_again(snapshot["epoch_schedulers"])
 
     def end_visit(self, position: int = 0) -> State:
-        """Stores scheduler states after visit number ``position``. Returns optimizer states to store on the client."""
+        """Stores scheduler states after the training of client number ``position`` in the round.
+
+        Returns optimizer states to store on the client.
+        """
         if self.has_lasting_state:
             self.finals[position] = self.capture(buffers=False)
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
@@ -93,8 +96,8 @@ class LocalOptimizers:
     def end_round(self, counting: Collection[int]) -> None:
         """Resets the optimizers' buffers after a round, but retains learning rates set by epoch schedulers.
 
-        ``counting`` contains the indices of the visits with a valid update. Schedulers continue with the state after
-        the visit whose number of steps is the (lower) median.
+        ``counting`` contains the round's indices of clients with a valid update. Schedulers continue with the state
+        after the training whose number of steps is the (lower) median.
         """
         if self.mode == "continue" and counting:
             return

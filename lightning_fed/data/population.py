@@ -77,7 +77,7 @@ class VisitBatch:
 
     @classmethod
     def failed(cls, position: int, error: Exception) -> VisitBatch:
-        """Creates a ``VisitBatch`` for an exception, without traceback, because a traceback keeps workers alive."""
+        """Creates an item with an exception instead of a batch, without traceback: a traceback keeps workers alive."""
         trace = "".join(traceback.format_exception(error))
         return cls(position, error=error.with_traceback(None), trace=trace)
 
@@ -128,19 +128,19 @@ class Population(ABC):
         """Number of batches in a pass over a client's data; ``None`` if unknown."""
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
-        """Number of batches in each pass of a visit, if a sampler's passes have unequal lengths; otherwise empty."""
+        """Number of batches in each of a client's passes in a round, if the passes differ in length; else empty."""
         return ()
 
     @abstractmethod
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Yields the batches of all visits in order: ``num_batches`` items per visit, or fewer if an item is an error.
+        """Yields the batches for several visits (a client's training in a round): ``num_batches`` items per visit.
 
-        After an error, or if the visit's ``fault`` is set, the caller ignores further items of the visit. If
-        ``isolated``, iterators of other calls continue unaffected, and ``drop_last`` has no effect. ``groups`` are
-        ranges of visit indices: the visits in a group yield their batches in turn. By default one visit follows
-        another.
+        An item can be an error. Afterwards, or if the visit's ``fault`` is set, the caller ignores further items of the
+        visit. If ``isolated``, iterators of other calls continue unaffected, and ``drop_last`` has no effect.
+        ``groups`` are ranges of visit indices: the visits in a group yield their batches in turn. By default one visit
+        follows another.
         """
 
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
@@ -203,7 +203,7 @@ def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
 
 
 def sequential_groups(visits: Sequence[Any]) -> list[range]:
-    """Groups visit indices for visits one after another: each group contains a single visit."""
+    """Groups the round's clients (by index) for training one after another: a group for each client."""
     return [range(position, position + 1) for position in range(len(visits))]
 
 

@@ -135,7 +135,7 @@ def warn_of_filled(names: Collection[str]) -> None:
 
 
 def warn_of_dropped(names: Collection[str]) -> None:
-    """Warns about buffers with ``persistent=False`` that a visit has changed, because the change is not kept."""
+    """Warns about buffers with ``persistent=False`` changed by a client's training: the changes are lost."""
     _log.warning(
         "The clients' visits change %d buffers with `persistent=False` (%s). Every visit starts from the values at "
         "the start of the fit, and the changes are lost: to average the buffers, register them with "

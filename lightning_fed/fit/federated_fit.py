@@ -351,7 +351,7 @@ class FederatedFit:
 
 
 def describe_start(fit: FederatedFit, method: str, at_once: int) -> str:
-    """Formats a line for the start of a fit: method, clients, shared entries and simultaneous visits (``at_once``)."""
+    """Formats a line for the start of a fit: method, clients, shared entries, and clients trained ``at_once``."""
     clients, trainer = len(fit.population.clients), fit.trainer
     counts = Counter[str](fit.policies.values())
     entries = live_entries(fit.module)

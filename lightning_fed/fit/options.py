@@ -70,7 +70,7 @@ class VisitsAtOnce(ABC):
 
     @abstractmethod
     def plan(self, fit: Any) -> Any:
-        """Plans simultaneous visits before the first round. If not possible, logs the reason and returns ``None``."""
+        """Plans to train clients simultaneously. If not possible, logs the reason and returns ``None``."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class RoundLog:
     def put(
         self, trainer: L.Trainer, round: int, values: Mapping[str, float], passing: Mapping[str, Iterable[str]] = {}
     ) -> None:
-        """Logs ``values`` by name for a round. ``passing`` maps a source, such as ``"aggregator"``, to names.
+        """Logs ``values`` by name for a round. ``passing`` maps a source to names of logged values.
 
         A name that the source logged in an earlier round, but not in this round, is removed from the logged metrics.
         """

@@ -1,4 +1,4 @@
-"""Checks permutation groups: permuting or adding neurons must not change the network's function."""
+"""Checks permutation groups (exchangeable neurons): permuting or adding neurons must not change the outputs."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class PermutationCheck:
         self._scale = max((float(output.abs().max()) for output in self._outputs if output.numel()), default=0.0)
 
     def find_not_invariant(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """Finds permutation groups whose permutation changes the outputs; all groups if no output is finite."""
+        """Finds groups of neurons whose permutation changes the outputs; all groups if no output is finite."""
         if not 0 < self._scale < float("inf"):
             return list(groups)
         return _find_failing(list(groups), self._is_variant)
 
     def find_fixed_width(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """Finds growable permutation groups in which additional neurons cause an error or change the outputs."""
+        """Finds growable groups of neurons in which additional neurons cause an error or change the outputs."""
         growable = [group for group in groups if group.is_growable]
         return _find_failing(growable, lambda growing: self._has_fixed_width(groups, growing))
 

@@ -42,7 +42,8 @@ class PoissonSampling:
     def draw(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
         """Draws the indices of a batch's examples, increasing, shape (examples,); the batch may be empty.
 
-        If a client has at most ``batch_size`` examples, all are drawn. ``number`` is the batch index in the visit.
+        If a client has at most ``batch_size`` examples, all are drawn. ``number`` is the batch index in the client's
+        training.
         """
         keys = [self.key, 0 if client is None else client_key(client), round, number, _BATCH]
         generator = np.random.default_rng(keys)

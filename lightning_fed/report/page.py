@@ -37,7 +37,7 @@ _TEMPLATES = Environment(  # compiles each template once
 
 @dataclass
 class ClientRow:
-    """Table row for a client: visits, failures, and for each logged name the first and the last (round, value)."""
+    """Table row for a client: numbers of trained and failed rounds, and each value's first and last (round, value)."""
 
     name: str
     visits: int = 0

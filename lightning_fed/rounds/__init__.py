@@ -1,1 +1,1 @@
-"""Federated rounds: start, client visits, aggregation and log."""
+"""Federated rounds: start, client training, aggregation and log."""

@@ -51,7 +51,7 @@ def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
 
 
 def check_changes(module: object, planned: PlannedVisit, received: State, state: State, may_be_equal: bool) -> None:
-    """Raises an error if a client, without optimizer, changes no shared entry, or changes the shape of an entry."""
+    """Raises an error if a client trained without an optimizer changes no shared entry, or an entry's shape changes."""
     resized = [name for name, value in state.items() if name in received and value.shape != received[name].shape]
     if not resized and (may_be_equal or len(identical_entries(received, state)) < len(state)):
         return

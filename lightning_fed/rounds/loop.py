@@ -75,7 +75,7 @@ _WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())  # 
 
 
 class VisitPlan(NamedTuple):
-    """Plan for a fit's visits: classes of visit driver and dataloader, and the number of clients that train at once."""
+    """Classes for running a client's training and for the dataloader, and the number of clients trained at once."""
 
     driver: Callable[..., VisitDriver] = VisitDriver
     loader: Callable[..., RoundLoader] = RoundLoader

@@ -263,7 +263,7 @@ class Round:
         self._commit(())
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
-        """Replaces the client's model in a checkpoint, saved during a visit, by the round's initial global model."""
+        """Replaces the client's model in a checkpoint, saved while a client trains, by the initial global model."""
         state = {**self.state, **self.local.server_entries}
         # `WeightAveraging` saves the average as the model, and the model under another name.
         model = checkpoint.get("current_model_state", checkpoint["state_dict"])

@@ -1,4 +1,4 @@
-"""Runs the visits of a round one by one, from batch hooks of the module in Lightning's training loop."""
+"""Trains the clients of a round one by one, from batch hooks of the module in Lightning's training loop."""
 
 from __future__ import annotations
 

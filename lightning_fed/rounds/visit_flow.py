@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Yielded in a client's turn to send an update. The reply is ``True`` if the server accepts the update."""
+    """Yielded by a client's generator to send an update. The reply is ``True`` if the server accepts the update."""
 
     update: ClientUpdate
 

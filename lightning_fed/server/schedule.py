@@ -52,7 +52,7 @@ class Visit:
 
 
 def count_visit_batches(visit: Visit, batches_per_epoch: int) -> int:
-    """Number of training batches in a visit, for a client with ``batches_per_epoch`` batches per pass."""
+    """Number of training batches for a client in one round, with ``batches_per_epoch`` batches per pass."""
     if batches_per_epoch == 0:
         return 0
     if visit.steps is not None:
@@ -207,7 +207,7 @@ class Schedule:
         return Cohort(tuple(visits), tuple(dropped))
 
     def served(self, cohort: Cohort) -> Cohort:
-        """Returns a cohort without the stragglers whose partial work is not aggregated."""
+        """Returns the round's clients (``cohort``) without stragglers whose partial work is not aggregated."""
         if self.availability.partial_work == "keep":
             return cohort
         return Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
@@ -222,7 +222,7 @@ class Schedule:
         return derive_seed(self.seed, round, _START)
 
     def end_seed(self, round: int) -> int:
-        """Returns the seed for random draws after a round's visits, in aggregation and validation."""
+        """Returns the seed for random draws after the clients' training in a round, in aggregation and validation."""
         return derive_seed(self.seed, round, _END)
 
     def _draw(self, purpose: int, round: int, clients: Sequence[Client]) -> list[Client]:

@@ -192,7 +192,7 @@ class ServerInterface(ABC):
 
     @abstractmethod
     def finish_round(self) -> State | None:
-        """Aggregates the round. Returns the new shared entries, or ``None`` without a valid aggregate."""
+        """Aggregates the round's updates. Returns the new shared entries, or ``None`` without a valid aggregate."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
         """Starts a round in the aggregation rule and update steps. With several processes, called again to merge."""

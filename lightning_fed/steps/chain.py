@@ -88,7 +88,7 @@ class Chain:
 
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
-        """Client information visible to the server: each ``"update"``, only the ``"sum"``, or only the ``"model"``."""
+        """Data visible to the server: each client's ``"update"``, the updates' ``"sum"``, or the new ``"model"``."""
         kinds = {step.reveals for step in self.steps}
         return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
 
@@ -195,7 +195,7 @@ class Chain:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """State for checkpoints: the rule's state, and each step's state by name."""
+        """State for checkpoints: the aggregation rule's state, and each update step's state by name."""
         steps = {name: step.state_dict() for name, step in self._named_steps().items()}
         return {"rule": self.rule.state_dict(), "steps": steps}
 

@@ -133,7 +133,7 @@ def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
 
 
 def pool_sites(rows: Sequence[SiteGain]) -> SiteGain:
-    """Mean gain over sites with known variance, in a random-effects model. For one site, returns the site's gain."""
+    """Mean over sites of the score gain between two models (random effects). One site: the site's gain."""
     used = [row for row in rows if row.gain is not None and row.gain.variance > 0]
     gains = [row.gain for row in used if row.gain is not None]
     if not gains:

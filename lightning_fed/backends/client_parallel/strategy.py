@@ -84,7 +84,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
 
     @property
     def world_size(self) -> int:
-        """Number of processes in the fit; during visits 1, so that modules do not synchronise values."""
+        """Number of processes in the fit; 1 while clients train, so that modules do not synchronise values."""
         return 1 if self._processes.is_independent else super().world_size
 
     def setup_environment(self) -> None:

@@ -37,7 +37,7 @@ _ROUNDING = 1e-4  # largest relative difference between the norms of equal model
 
 @dataclass
 class _Share:
-    """Results of the visits in one process, sent to all other processes after the last visit.
+    """Results of one process's trained clients, sent to all other processes at the end of the round.
 
     ``visit_costs`` maps clients to seconds per batch, ``finals`` maps visit indices to the schedulers' final states,
     ``stored`` contains client states (``ClientStore.share``), and ``noted`` contains one value per callback with a hook

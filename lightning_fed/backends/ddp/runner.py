@@ -131,7 +131,7 @@ def _check_callback(callback: Any) -> None:
 
 
 class RankRunner(ClientRunner):
-    """Client side in one of several processes that train a visit together. Only the first process writes files."""
+    """Client side in one of several processes that train one client together. Only the first process writes files."""
 
     def __init__(self, federation: Federation, model: Any, data: Any, trainer: Any, options: dict[str, Any]) -> None:
         super().__init__(federation, model, data, _without_strategy(trainer), **options)

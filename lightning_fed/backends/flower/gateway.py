@@ -66,7 +66,10 @@ class Registry:
         self._known: dict[bytes, float] = {}
 
     async def find_node(self, headers: Mapping[bytes, bytes]) -> bytes | None:
-        """Returns the registered key that signed a call, or ``None``. An unreadable database raises an error."""
+        """Returns the public key of the registered node that signed a call, or ``None``.
+
+        An unreadable database raises an error.
+        """
         try:
             key = b64decode(headers[b"flwr-public-key"], validate=True)
             signature, signed = b64decode(headers[b"flwr-signature"], validate=True), headers[b"flwr-timestamp"]

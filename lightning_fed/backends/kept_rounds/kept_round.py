@@ -99,7 +99,10 @@ class KeepRounds(FederatedCallback):
         self._last_validation = trainer.current_epoch
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Writes a round's record after validation. Deletes the oldest updates and models if above ``max_bytes``."""
+        """After validation, writes a file with the round's clients, metrics and digests.
+
+        Deletes the oldest updates and models if above ``max_bytes``.
+        """
         if not self._record:
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

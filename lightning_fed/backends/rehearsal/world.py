@@ -260,7 +260,7 @@ class World:
 
     @contextmanager
     def run_on(self, machine: Machine | None) -> Iterator[None]:
-        """Context in which code runs on a simulated machine and can fail; with ``None``, code cannot fail."""
+        """Context in which code runs on a simulated machine with simulated faults; with ``None``, without faults."""
         before = self.machine, self.offset
         self.machine, self.offset = machine, 0.0
         try:

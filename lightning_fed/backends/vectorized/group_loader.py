@@ -156,7 +156,7 @@ def _host_states() -> tuple[Any, Any]:
 
 
 class StackedBatch(NamedTuple):
-    """Batches of several clients, stacked along the first axis. ``clients`` are the clients' indices in the group."""
+    """Batches of clients that train together, stacked along the first axis. ``clients`` are the clients' indices."""
 
     clients: tuple[int, ...]
     batch: Any

@@ -14,8 +14,8 @@ from lightning_fed.messages import Client, State, plain_keys
 class RemoteClientStore(ClientStore):
     """Stores for each client the round of the last valid update. The client's state itself is on the client.
 
-    A train request names this round, and the client restores the state from this round. A visit therefore has no effect
-    if the server did not use the update (answer lost, late or invalid, or server killed).
+    A train request names this round, and the client restores the state from this round. Training therefore has no
+    effect if the server did not use the update (answer lost, late or invalid, or server killed).
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Client side of a federation with a remote server: each fit of a Trainer executes one visit or one query."""
+"""Client side of a federation with a remote server: each Trainer fit trains one round, or answers one query."""
 
 from __future__ import annotations
 

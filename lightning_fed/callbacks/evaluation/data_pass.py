@@ -1,4 +1,4 @@
-"""Evaluation of a module on one client's data, and computation of values over all clients from the reports."""
+"""Evaluates a module on one client's data, and computes values over all clients from the clients' results."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def pooled_values(
     is_muted: bool = True,
     faults: dict[str, str] | None = None,
 ) -> dict[str, float]:
-    """Combines the clients' evaluation reports: computes the logged values for the union of the clients' data."""
+    """Combines clients' evaluation results: computes the logged values for the union of the clients' data."""
     joined: dict[str, LoggedValue] = {}
     for name in {name: None for report in reports for name in report.logged}:
         logged = limited_values([report for report in reports if name in report.logged], name)

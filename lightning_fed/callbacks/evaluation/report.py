@@ -141,7 +141,7 @@ class EvaluationReport:
 
 
 def known_names(reports: Iterable[EvaluationReport]) -> list[str]:
-    """Lists the names of all values in the clients' reports, in order of first appearance."""
+    """Lists the names of all values in the clients' evaluation results, in order of first appearance."""
     return list(dict.fromkeys(name for report in reports for name in report.values))
 
 
