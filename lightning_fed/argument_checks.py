@@ -30,7 +30,7 @@ def check_count(name: str, value: object, lowest: int = 1) -> int:
 
 
 def check_number(name: str, value: object) -> float:
-    """Checks and converts a real number. NumPy numbers are accepted, but not a bool."""
+    """Checks a real number, and converts the number to float. NumPy numbers are accepted, but not a bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"Expected `{name}` to be a number, but got {value!r}.")
     return float(value)
@@ -53,7 +53,7 @@ def check_nonnegative(name: str, value: object) -> float:
 
 
 def check_inside(name: str, value: object) -> float:
-    """Checks and converts a number in (0, 1)."""
+    """Checks a number in (0, 1), and converts the number to float."""
     number = check_number(name, value)
     if not 0 < number < 1:
         raise ValueError(f"Expected `{name}` to be in (0, 1), but got {value}.")

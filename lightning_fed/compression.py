@@ -235,7 +235,7 @@ class Downlink(UpdateStep):
 
     A client with an earlier model receives the encoded changes since then, if these are smaller than the model. All
     other clients receive the full model. On a remote machine all clients share one model file, verified by a hash.
-    Partly sent entries (some rows), BatchNorm statistics, extra tensors, and models sent outside visits are not
+    Tables of which only some rows are sent, BatchNorm statistics, extra tensors, and models sent for evaluation are not
     compressed. Checkpoints contain compression errors and recent changes, at most the size of two models.
 
     Args:

@@ -72,7 +72,7 @@ class FederatedCallback(TrainerCallback):
         """Server side, before clients train. The module contains the global model, which the hook must not change."""
 
     def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
-        """Returns the names of sliced entries (clients receive only the requested rows). Called once per fit."""
+        """Names of sliced entries: tables of which clients receive only the requested rows. Called once per fit."""
         return ()
 
     def on_client_request(
@@ -129,7 +129,7 @@ class FederatedCallback(TrainerCallback):
         return None
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Server side, before the update is checked: may unpack entries from :meth:`on_client_end`."""
+        """Server side, before the update is checked: may decode tensors encoded in :meth:`on_client_end`."""
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Client side, after training (also after a failure): may revert the callback's changes to the module."""
@@ -169,7 +169,7 @@ class FederatedCallback(TrainerCallback):
 
 
 class AskableCallback(FederatedCallback, ABC):
-    """Callback that answers questions from :meth:`Federation.ask <lightning_fed.Federation.ask>` for each client."""
+    """Base class of callbacks that answer :meth:`Federation.ask <lightning_fed.Federation.ask>` on each client."""
 
     @abstractmethod
     def on_client_question(

@@ -40,7 +40,7 @@ class ProcessGroup:
 
     @contextmanager
     def independent(self) -> Iterator[None]:
-        """Context in which the processes run independently, without communication."""
+        """Context in which the processes train different clients, without communication."""
         was_independent, self.is_independent = self.is_independent, True
         try:
             yield
@@ -120,7 +120,7 @@ class ClientSharing(ABC):
     @property
     @abstractmethod
     def process_group(self) -> ProcessGroup:
-        """The processes for training the clients. Until the Trainer launches processes, only this process."""
+        """The processes for training a round's clients. Before the Trainer launches processes, only this process."""
 
     @abstractmethod
     def callbacks(self) -> Sequence[L.Callback]:

@@ -151,7 +151,7 @@ class FederatedCLI(LightningCLI):
             sys.stderr.write("warning: No `--ckpt_path`: the model has its initial weights.\n")
 
     def predict(self, **arguments: Any) -> None:
-        """Runs the prediction, and saves the list of batch predictions as ``predictions.pt`` next to the logs.
+        """Runs ``predict``, and saves the list of predictions by batch as ``predictions.pt`` next to the logs.
 
         With several processes, each process saves its own batches (``predictions_0.pt``, ...). ``--return_predictions
         false`` saves nothing, for use with a ``BasePredictionWriter`` callback.

@@ -54,7 +54,7 @@ class RuleCapabilities:
     """Optional capabilities of a rule, declared by attributes and by methods that a rule may override.
 
     Attributes:
-        accepts_rows: An update may contain only some rows of an entry (:attr:`ClientUpdate.rows`). Such a rule
+        accepts_rows: An update may contain only some rows of a table (:attr:`ClientUpdate.rows`). Such a rule
             implements :meth:`held_rows`.
         resizes: Shapes of entries differ between clients or rounds. Such a rule implements :meth:`expected`.
         has_clusters: The rule has several global models. Such a rule implements :meth:`model_of`.

@@ -38,7 +38,8 @@ class FedDyn(ChannelRule):
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, 1 model on the server.
     - Costs: no additional computation.
-    - For: clients with different data that participate often, because :math:`g_i` is only updated in a client's visits.
+    - For: clients with different data that participate often, because :math:`g_i` is only updated when the client
+      trains.
 
     Args:
         alpha: Strength :math:`\alpha`, positive; the authors tune :math:`\alpha` in {0.001, 0.01, 0.1}.

@@ -114,8 +114,9 @@ class HeadThenBody(FederatedCallback):
 class FedRep(Method):
     """A shared representation and a personal head per client, trained one after the other.
 
-    A visit trains only the head for ``head_epochs`` epochs, then only the body for ``body_epochs`` epochs
-    (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent. Reference: Collins et al., ICML 2021.
+    In each round a client trains only the head for ``head_epochs`` epochs, then only the body for ``body_epochs``
+    epochs (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent. Reference: Collins et al., ICML
+    2021.
 
     After the last round the authors train each client's head once more on the final body. To train such a round, resume
     from the last checkpoint with ``body_epochs=0`` and all clients in the cohort.
@@ -127,9 +128,9 @@ class FedRep(Method):
 
     Args:
         head: Personal entries: name pattern (``"head.*"``), module type, or several; ``"auto"`` finds the classifier.
-        head_epochs: Epochs per visit for the head, at least 1; by default 10, or if ``local_epochs`` is given,
-            the remaining epochs.
-        body_epochs: Epochs per visit for the body, possibly 0; by default 1, or if ``local_epochs`` is given, the
+        head_epochs: Epochs per round for the head, at least 1; by default 10, or if ``local_epochs`` is given, the
+            remaining epochs.
+        body_epochs: Epochs per round for the body, possibly 0; by default 1, or if ``local_epochs`` is given, the
             remaining epochs.
         local_epochs: Sum of ``head_epochs`` and ``body_epochs``; may be omitted if both are given.
         aggregator: Federated method for the body, by name or as an object.

@@ -19,9 +19,9 @@ from lightning_fed.numerics.precision import as_real
 
 
 class GradientTerm(FederatedCallback):
-    """Adds a term to the gradients of every optimizer step in a visit. A subclass implements :meth:`term`.
+    """Adds a term to the gradients of every optimizer step in a client's training. A subclass implements :meth:`term`.
 
-    ``tensors`` maps parameters to tensors for use in :meth:`term`; empty outside visits.
+    ``tensors`` maps parameters to tensors for use in :meth:`term`; empty if no client trains.
     """
 
     def __init__(self) -> None:

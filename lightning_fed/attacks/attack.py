@@ -38,7 +38,7 @@ class Attack:
 
     @property
     def needs_population(self) -> str:
-        """Reason why the attack needs the list of all clients, for an error message; empty if the attack does not."""
+        """Reason to need a list of all clients, for an error message; empty if the attack needs no such list."""
         is_drawn = isinstance(self.clients, int)
         return (
             "the attack draws the malicious clients from all clients: name the malicious clients instead"
@@ -77,7 +77,7 @@ class AttackStep(Attack, UpdateStep):
 
 
 class AttackCheck(FederatedCallback):
-    """Callback that checks the client names in all attacks on updates. Added once per Trainer."""
+    """Callback that checks the clients' names in all attacks on updates. Added once per Trainer."""
 
     supports_vectorize = True
     keeps_privacy = True

@@ -16,11 +16,11 @@ from lightning_fed.numerics.seeds import client_key, derive_seed
 
 
 class UpdateAttack(AttackStep, ABC):
-    """Base class of attacks that replace the trained entries in a malicious client's update."""
+    """Base class of attacks that replace the trained parameters in a malicious client's update."""
 
     @abstractmethod
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns one entry's malicious values. ``trained`` and ``start``: the values after and before training."""
+        """Returns a malicious client's values for one parameter. ``start``, ``trained``: before and after training."""
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         if update.client in self.malicious(self.info.clients):

@@ -291,7 +291,7 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
 
 
 def own_statistics(report: Mapping[str, Tensor]) -> State:
-    """Returns running means and unbiased variances from a client's report by state dict entry name, float64."""
+    """Returns running means and unbiased variances from a client's report, by state dict entry, in float64."""
     statistics: State = {}
     for name in {key.removeprefix("batch_norm:").rpartition(":")[0]: None for key in report}:
         pooled = pool_statistics([report], name)

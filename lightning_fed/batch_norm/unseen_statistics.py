@@ -74,7 +74,7 @@ class UnseenStatistics:
         return adapted.reshape(x.shape).to(x.dtype), *inputs[1:]
 
     def statistics(self, name: str, layer: nn.BatchNorm2d, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns mean and biased variance per channel for normalisation, shape ``(1, C)`` or ``(N, C)``.
+        """Returns mean and biased variance for the normalisation of each channel, shape ``(1, C)`` or ``(N, C)``.
 
         The layer inputs ``values`` have shape ``(N, C, positions)``. Subclasses may return other statistics.
         """

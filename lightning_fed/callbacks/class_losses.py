@@ -51,7 +51,7 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Marks a traced tensor as computed from the labels: class indices, one-hot vectors, or an equality test.
+    """Marks a tensor computed from the labels in a training step: class indices, one-hot vectors, or equality tests.
 
     ``fills`` contains pairs (old label, new label), as in ``masked_fill``. For several old labels the old label is
     ``None``.

@@ -209,11 +209,11 @@ class Federation(TrainerCallback):
 
     @property
     def batch_norm_decision(self) -> str:
-        """Decision of ``batch_norm="auto"``: ``"own"`` or ``"pooled"`` statistics; empty before the decision."""
+        """Decision for ``batch_norm="auto"``: ``"own"`` statistics per client, ``"pooled"``, or empty if undecided."""
         return self._fit.batch_norm.decision
 
     def preset_decision(self, decision: str) -> None:
-        """Sets the decision of ``batch_norm="auto"`` for the next fit, for example from another fit."""
+        """Sets the decision for ``batch_norm="auto"`` before a fit: ``"own"`` or ``"pooled"`` BatchNorm statistics."""
         self._preset_decision = decision if self.options.batch_norm == "auto" else ""
         self._reset(self._fit.remote)
 
@@ -225,7 +225,7 @@ class Federation(TrainerCallback):
 
     @property
     def reports_statistics(self) -> bool:
-        """True if clients measure BatchNorm statistics of each new global model, and report these to the server."""
+        """True if clients measure BatchNorm statistics of each new global model, and send these to the server."""
         return self._fit.batch_norm.is_reported
 
     @property
@@ -245,7 +245,7 @@ class Federation(TrainerCallback):
 
     @property
     def open_visit(self) -> ClientVisit | None:
-        """Visit (one client's training in a round) with model, messages and client state; ``None`` between visits."""
+        """One client's training in progress, with model, messages and client state; ``None`` if no client trains."""
         return None if self._loop.open_round is None else self._loop.open_round.driver.current
 
     @property
@@ -278,7 +278,7 @@ class Federation(TrainerCallback):
 
     @property
     def client_memory(self) -> State:
-        """Stored tensors of the client in training. Changes are kept only if the server accepts the client's update."""
+        """Tensors stored for the client in training. Changes are kept only if the server accepts the update."""
         if self.open_visit is None:
             raise RuntimeError("No client is training: a client's memory is only available during the client's visit.")
         return self.open_visit.memory
@@ -370,7 +370,7 @@ class Federation(TrainerCallback):
         return "Federation"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Checks the Trainer, installs the dataloader for rounds, and adds the federated method's callbacks."""
+        """Prepares a fit or evaluation: checks the Trainer, installs the round loader, adds the method's callbacks."""
         self._is_fit, self.has_lost_entries = stage == "fit", False
         protect_checkpoints(trainer)
         strategy = sharing_strategy(trainer)

@@ -59,13 +59,13 @@ def intercepted(take: Callable[[LogCall], None]) -> Callable[..., None]:
 
 @dataclass
 class LoggedValue:
-    """Running reduction of the values logged under one name.
+    """Running mean, sum, maximum or minimum of the values logged under one name.
 
     Args:
         reduce_fx: Reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
         total: Sum (for a mean, the weighted sum of values), maximum or minimum; ``None`` without values.
         weight: Sum of the weights.
-        cases: Values with the weight 1, from batches of one example.
+        cases: Values from batches with one example, each with weight 1.
     """
 
     reduce_fx: str = "mean"

@@ -220,7 +220,7 @@ class SegmentationImages(PeriodicPictures):
 
 
 class _Predictions(NamedTuple):
-    """Predictions for some images: class indices ``(H, W)``, number of classes, and additional maps by name."""
+    """Predictions for some images: class indices ``(H, W)``, number of classes, and, by name, entropy maps."""
 
     predictions: list[Tensor]
     num_classes: list[int]

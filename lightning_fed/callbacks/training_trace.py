@@ -197,7 +197,7 @@ def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTra
 
 
 class _Unproven(Exception):
-    """Raised if a trial training step does not reveal the module's classes. The text is the reason."""
+    """Raised, with the reason, if a trial training step does not reveal the classes that the module learns."""
 
 
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:

@@ -1,1 +1,1 @@
-"""Checks for a fit: finds attributes with values left by another client's visit."""
+"""Checks for a fit: finds attributes of the user's objects with values left by another client's training."""

@@ -1,4 +1,4 @@
-"""Finds attributes of modules, callbacks and optimizers through which one visit affects later visits."""
+"""Finds attributes of modules, callbacks and optimizers that carry values from one client's training to another."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 class CarriedAttributes:
-    """Finds attributes through which one client's visit affects later visits. Reports each as an error or a warning.
+    """Finds attributes through which one client's training affects another client's training. Raises an error or warns.
 
-    An attribute is reported if one visit changes it and a later visit reads it before writing. The search covers the
-    module, submodules, the user's callbacks, the Trainer's optimizers, and per-step schedulers: numbers, strings,
-    tensors, arrays, random generators, optimizers, iterators, containers, functions with variables in a closure, and
-    objects with such attributes. A callback's numbers are included if a hook writes to parameters, gradients or options
-    for an optimizer. A metric is reported if ``compute`` is called in a visit and the metric has updates from an
-    earlier visit. Class attributes, variables in the closures of methods, and global numbers are reported after changes
-    in two visits.
+    An attribute is reported if one client's training changes the attribute, and a later client's training reads the
+    value before writing. A visit is one client's training in a round. The search covers the module, submodules, the
+    user's callbacks, the Trainer's optimizers, and per-step schedulers: numbers, strings, tensors, arrays, random
+    generators, optimizers, iterators, containers, functions with variables in a closure, and objects with such
+    attributes. A callback's numbers are included if a hook writes to parameters, gradients or options for an optimizer.
+    A metric is reported if ``compute`` is called in a visit and the metric has updates from an earlier visit. Class
+    attributes, variables in the closures of methods, and global numbers are reported after changes in two visits.
 
     An optimizer stored in an attribute starts every visit without state. With several clients, an attribute that
     changes in two visits is an error in optimizers, in schedulers, and in callbacks with an effect on training.

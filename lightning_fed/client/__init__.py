@@ -1,1 +1,1 @@
-"""Client side of a federation: the local model, optimizers, and stores for client state between visits."""
+"""Client side of a federation: the local model, optimizers, and stores for client state between rounds."""

@@ -1,4 +1,4 @@
-"""Methods in a comparison: a registered method with options, centralised training, or local training."""
+"""Methods in a comparison: a federated method with options, centralised training, or separate training per client."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Progress:
 
 
 def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """Trains all unfinished runs, one after another.
+    """Trains the unfinished runs of a comparison (one method and seed each), one after another.
 
     All runs with ``batch_norm="auto"`` treat BatchNorm in the same way. If a method cannot report statistics (secure
     sums, central privacy, FedSS), each client has separate statistics. If all methods can, the first run decides. Every

@@ -249,7 +249,7 @@ def _read_samples(dataset: Dataset[Any], indices: np.ndarray) -> list[Any]:
 
 
 class BatchRequest(NamedTuple):
-    """Request for a batch: client, indices of examples (or an error), and a seed for random augmentation."""
+    """Request to a worker process for a batch: client, indices of examples (or an error), and augmentation seed."""
 
     client: Client
     positions: np.ndarray | Exception

@@ -224,7 +224,7 @@ def _drawn_samples(loader: Any, most: int) -> int:
 
 
 class _Streams:
-    """Iterable over the batches in a ``CombinedLoader``. Refuses mode ``"sequential"``."""
+    """Iterable over the batches in a ``CombinedLoader``. Refuses the mode ``"sequential"``."""
 
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined, self.mode = combined, combined._mode  # noqa: SLF001 - no public name
@@ -322,7 +322,7 @@ def own_generators(owners: list[Any]) -> list[torch.Generator]:
 
 @contextmanager
 def seeded_own_generators(owners: list[Any], seed: int) -> Iterator[None]:
-    """Context that seeds the random generators of dataloaders and samplers, and finally restores the earlier states."""
+    """Context that seeds the dataloaders' and samplers' random generators, and finally restores the earlier states."""
     states = [(generator, generator.get_state()) for generator in own_generators(owners)]
     for generator, _ in states:
         generator.manual_seed(seed)

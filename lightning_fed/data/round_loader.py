@@ -18,24 +18,24 @@ _OF_LOADER = ("dataset", "batch_size", "num_workers", "sampler")
 
 
 class RoundLoader:
-    """Iterable over the batches in a round's visits, one client after another.
+    """Iterable over the training batches of a round, one client after another.
 
     The loader is a plain iterable with a length, because Lightning does not modify such loaders. Lightning calls
     ``iter`` twice in every epoch after the first, so an iterator does nothing before the first ``next``. After a
-    failure the visit's remaining batches are ``None``, which Lightning skips.
+    failure the client's remaining batches are ``None``, which Lightning skips.
 
-    With several processes, each process serves a share of the visits, padded to the same number of batches.
+    With several processes, each process serves some of the clients, padded to the same number of batches.
 
     Args:
         population: The clients' data.
         cohort: The round's clients.
         limit: Maximum number of batches in the round (``limit_train_batches``).
         process_group: The processes that share the round.
-        visit_costs: Expected duration of visits; by default proportional to the batches.
-        clock: Time limit for visits, except simultaneous visits; by default visits have no time limit.
+        visit_costs: Expected training time by client; by default proportional to the batches.
+        clock: Time limit for a client's training, except simultaneous training; by default no limit.
 
     Attributes:
-        visits: The visits in this process, in order.
+        visits: The planned trainings in this process, one per client, in order.
         failed: Clients without usable data, with the reason.
         group: The visits of the last batch: one visit, or simultaneous visits in a subclass. Empty before the first
             visit and after the last one.
@@ -146,7 +146,7 @@ class RoundLoader:
 
     @property
     def epoch_position(self) -> tuple[int, bool] | None:
-        """Index of the latest batch in the client's local epoch, and whether the epoch or the visit has ended."""
+        """Index of the latest batch in the client's local epoch, and whether the epoch or the training has ended."""
         if not self.group:
             return None
         planned = self.group[0]

@@ -27,7 +27,7 @@ _MOST = 100_000  # remembered clients
 
 @dataclass
 class PlannedRound:
-    """The visits of a round in this process. ``failed`` maps clients without usable data to the reasons."""
+    """A round's clients in this process. ``failed`` maps clients without usable data to the reasons."""
 
     round: int | None
     visits: list[PlannedVisit] = field(default_factory=list)
@@ -72,7 +72,7 @@ def plan_round(
     visit_costs: VisitCosts | None,
     limit_visit: Callable[[], AbstractContextManager[None]],
 ) -> PlannedRound:
-    """Plans the visits in this process: the number of batches for each, and the clients without usable data."""
+    """Plans a round in this process: the clients to train, numbers of batches, and clients without usable data."""
     plan = PlannedRound(cohort.visits[0].round if cohort.visits else None)
     rank, size = process_group.rank, process_group.size
     planned_visits = [_plan_visit(plan, population, limit, limit_visit, visit) for visit in cohort.visits[rank::size]]

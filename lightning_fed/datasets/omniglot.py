@@ -171,7 +171,7 @@ class Omniglot(FileDataModule):
 
 
 class _Drawings(NamedTuple):
-    """Class and drawer of each image, and ``read``, a function from n image indices to images (n, 1, 28, 28), uint8."""
+    """Class and drawer of each image. ``images_of`` maps n image indices to images ``(n, 1, 28, 28)``, uint8."""
 
     labels: np.ndarray
     drawers: np.ndarray

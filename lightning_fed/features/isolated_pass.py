@@ -88,7 +88,7 @@ def isolated_pass(
 
 @contextmanager
 def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
-    """Context manager in which ``metrics`` are computed only from this process, and without cached results."""
+    """Context manager in which ``metrics`` are computed from this process's data only, and without cached results."""
     before = []
     for metric in metrics:
         if isinstance(metric, Metric):

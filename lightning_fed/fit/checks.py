@@ -88,7 +88,7 @@ def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) 
 
 
 def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
-    """Refuses several processes, except with strategy ``client_parallel``, or with DDP if ``is_alone`` (one client)."""
+    """Refuses several processes, except with strategy ``client_parallel``, or with DDP for a single client."""
     if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy if is_alone else ClientSharing):
         raise MisconfigurationException(
             "`Federation` trains the clients of a round one after another in one process, but the Trainer has "
@@ -258,7 +258,7 @@ def check_file(path: str | os.PathLike[str] | None) -> None:
 
 
 def check_model(state: Mapping[str, Tensor]) -> None:
-    """Refuses an initial model with NaN or infinite shared entries, or with negative variances."""
+    """Raises an error if the initial global model has NaN or infinite values, or negative variances."""
     fault = find_implausible(state)
     if fault is not None:
         raise MisconfigurationException(

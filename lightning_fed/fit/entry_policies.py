@@ -123,7 +123,7 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
 
 
 def warn_of_filled(names: Collection[str]) -> None:
-    """Warns that visits changed buffers with NaN or infinite initial values: such buffers are not sent."""
+    """Warns that clients changed buffers with NaN or infinite initial values. The server never sends such buffers."""
     _log.warning(
         "Visits write into %d buffers that are not sent, because the buffers started with NaN or infinite values "
         "(%s). The written values are lost. To average the buffers, set finite values before the fit. To keep separate "

@@ -1,4 +1,4 @@
-"""Counts failed rounds, and ends a fit after too many failures."""
+"""Counts rounds without a new model due to failed clients, and ends a fit after too many such rounds."""
 
 from __future__ import annotations
 

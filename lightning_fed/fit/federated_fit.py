@@ -42,7 +42,7 @@ _SAVED_OF_BATCH_NORM = ("initial_statistics", "decision", "num_measured", "model
 
 
 class RemoteSide(ABC):
-    """Connection from a server process to clients on other machines, or from a client's process to the server.
+    """Connection from the server's process to clients on other machines, or from a client's process to the server.
 
     Attributes:
         has_server: Whether this process is the server, which runs the callbacks' server hooks.
@@ -53,7 +53,7 @@ class RemoteSide(ABC):
     population: Population
 
     def connect(self, server: ServerInterface) -> ServerInterface:
-        """Returns the server for the round: ``server`` itself, or a connection if the server is on another machine."""
+        """Returns the server for a round: ``server`` itself, or a connection if the server is on another machine."""
         return server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
@@ -75,7 +75,7 @@ class RemoteSide(ABC):
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
     ) -> list[tuple[Client, State]]:
-        """Collects BatchNorm input statistics from remote clients, as pairs of client and statistics.
+        """Collects statistics of BatchNorm inputs from remote clients, as pairs of client and statistics.
 
         ``send`` creates a client's broadcast. A client without answer is excluded. On a client's machine the result is
         empty.

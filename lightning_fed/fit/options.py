@@ -82,8 +82,8 @@ class Faults:
         max_failed_rounds: Number of consecutive rounds without a new model, due to failed clients, after which the fit
             ends with an error. A round in which all clients raise the same error ends the fit at once. A fit without
             any successful round ends with an error. If ``None``, the fit continues after any failure.
-        visit_timeout: Time limit for a visit in seconds, also if loading data or the training step hangs; by default no
-            limit. Requires Unix, and a fit in the main thread.
+        visit_timeout: Time limit for one client's training in a round, in seconds, also if loading data or the training
+            step hangs; by default no limit. Requires Unix, and a fit in the main thread.
 
     Example:
         >>> from lightning_fed import Federation

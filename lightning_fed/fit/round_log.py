@@ -231,7 +231,7 @@ def describe_end(
 
 
 def files_of(trainer: L.Trainer) -> dict[str, str]:
-    """Maps titles to the paths of a fit's logs and checkpoints. Score and round precede the best checkpoint's path."""
+    """Maps row titles to the paths of a fit's logs and checkpoints, with the score of the best checkpoint."""
     rows = {}
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:

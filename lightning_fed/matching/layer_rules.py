@@ -1,4 +1,4 @@
-"""Rules that trace neurons through operations with weights. The axes of a weight are input or output neurons."""
+"""Rules to follow neurons through operations with weights. A weight's axes correspond to input or output neurons."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def embedding(tracer: Tracer, call: Call) -> Any:
 
 
 def prelu(tracer: Tracer, call: Call) -> Any:
-    """Traces neurons through PReLU activations, with one slope per channel or a single slope."""
+    """Follows neurons through PReLU activations, with one slope per channel or a single slope."""
     activation, weight = tracer.activation(call.arguments["input"]), call.arguments["weight"]
     if weight.shape == (1,):
         return activation
@@ -204,7 +204,7 @@ def _product(
     second: TracedActivation | ParameterView,
     shape: Sequence[int],
 ) -> TracedActivation:
-    """Traces a matrix product. Tracing fails if both rows and columns of the result correspond to neurons."""
+    """Follows neurons through a matrix product. Fails if both rows and columns of the result correspond to neurons."""
     if isinstance(second, ParameterView) and len(second.shape) == 2 and isinstance(first, TracedActivation):
         tracer.read(second, 0, tracer.along(first, -1))
         return _along(tracer.axis(second, 1, "out"), -1, shape)

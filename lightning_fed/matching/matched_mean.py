@@ -93,9 +93,10 @@ def agreement(
     sizes: Sequence[int],
     weights: Sequence[float],
 ) -> list[float]:
-    r"""Share of the clients' squared neuron norms that averaging preserves, for each permutation group.
+    r"""Share of the clients' squared weight norms that averaging preserves, for each permutation group of neurons.
 
-    With incoming weights :math:`w_{k,j}` for neuron *j* on client *k*, and the matched mean :math:`\bar w`,
+    With client weights :math:`a_k`, incoming weights :math:`w_{k,j}` for neuron *j* on client *k*, matched global
+    neuron :math:`S_k(j)`, and mean :math:`\bar w`,
 
     .. math:: \frac{\sum_k a_k \sum_j \lVert \bar w_{S_k(j)} \rVert^2}{\sum_k a_k \sum_j \lVert w_{k,j} \rVert^2}
 

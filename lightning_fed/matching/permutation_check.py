@@ -154,7 +154,7 @@ def restored_afterwards(module: nn.Module) -> Iterator[None]:
 def _find_failing(
     groups: list[PermutationGroup], fails: Callable[[list[PermutationGroup]], bool]
 ) -> list[PermutationGroup]:
-    """Finds groups with ``fails([group])`` true, by bisection. Also returns groups that fail only in combination."""
+    """Finds groups with ``fails([group])`` true, by bisection; also groups that fail only in combination."""
     if not groups or not fails(groups):
         return []
     if len(groups) == 1:

@@ -199,7 +199,7 @@ class Tracer:
         return result
 
     def reduced(self, activation: TracedActivation, dims: set[int]) -> TracedActivation:
-        """Returns the neuron ids after a reduction, such as a sum, over ``dims``. Reduced dimensions keep length 1."""
+        """Returns the neuron ids (one id per element) after a reduction, such as a sum, over ``dims`` (kept)."""
         inner, outer = activation.varying & dims, activation.varying - dims
         if inner and outer:  # sum over branches with common neurons
             activation, inner = self.coupled(activation, dims), set()

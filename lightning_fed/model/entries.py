@@ -171,7 +171,7 @@ def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
-    """Raises an error if a trained tensor, such as a tensor in ``optimizers``, is not in ``module.state_dict()``.
+    """Raises an error if a trained tensor (in a module or in ``optimizers``) is not in ``module.state_dict()``.
 
     Refuses lazy layers, running statistics without an entry in a layer that trains, and entries that overlap in memory.
     """

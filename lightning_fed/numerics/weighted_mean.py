@@ -98,9 +98,9 @@ class WeightedMean:
     ) -> dict[str, Tensor]:
         """Returns the weighted mean of all added states, in the dtype of each entry.
 
-        ``base``, the state before the round, is required if clients sent only some rows of an entry. For an entry
-        missing from a state, the value is from ``base``, or 0 without ``base``. Raises ``ValueError`` without a
-        positive weight.
+        ``base``, the state before the round, is required if clients sent only some rows of an entry. If an entry is
+        missing in an added state, the entry's value is taken from ``base``, or is 0 without ``base``. Raises
+        ``ValueError`` without a positive weight.
         """
         if self.total <= 0:
             raise ValueError("Expected at least one state with a positive weight before `mean`.")
@@ -115,7 +115,7 @@ class WeightedMean:
         return means | {name: value.clone() for name, value in self._integers.items()}
 
     def held_rows(self) -> dict[str, Tensor]:
-        """Maps each entry that clients sent only in part to all received row indices: int64, shape ``(rows,)``."""
+        """Maps tables with only some rows from clients to all received row indices: int64, shape ``(rows,)``."""
         return {name: sums.rows for name, sums in self._rows.items() if name not in self._sums}
 
     def _completed(self, name: str, value: Tensor, base: Mapping[str, Tensor] | None) -> Tensor:

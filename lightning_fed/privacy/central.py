@@ -302,14 +302,14 @@ class CentralDP(UpdateStep):
         self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
 
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
-        """Float64 noise from secret key, round and ``name``: an entry, or ``""`` for the number of clipped updates."""
+        """Float64 noise from key, round and ``name``: a parameter, or ``""`` for the number of clipped updates."""
         assert self.key is not None
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
         stream = NormalStream([self.key, self.info.round, entry], shape.numel(), torch.float64)
         return stream.draw(shape).mul_(std)
 
     def measure(self, new: State, old: State) -> float:
-        """Writes ``new - old`` for all clipped entries to the attribute ``vector``, float64. Returns the norm."""
+        """Writes ``new - old`` for all clipped parameters to the attribute ``vector``, float64. Returns the norm."""
         squares = [
             step.copy_(new[name]).sub_(old[name].to(step.device)).square().sum()
             for name, step in self.by_entry(self.vector).items()
@@ -317,7 +317,7 @@ class CentralDP(UpdateStep):
         return math.sqrt(sum(float(square) for square in squares))
 
     def by_entry(self, vector: Tensor) -> State:
-        """Splits a vector with all clipped entries into one view per entry name, with the entry's shape."""
+        """Splits ``vector`` (all clipped parameters, concatenated) into one view per parameter, in the same shape."""
         shapes = [self.state[name].shape for name in self.names]
         parts = torch.split(vector, [shape.numel() for shape in shapes])
         return {name: part.view(shape) for name, part, shape in zip(self.names, parts, shapes, strict=True)}

@@ -39,7 +39,7 @@ _ODD_BATCH = (
 
 
 def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
-    """Formats a note for an exception (:meth:`BaseException.add_note`): client, round and batch, and a remedy."""
+    """Formats a note for an exception in a client's training: client, round and batch, and a remedy."""
     note = f"Raised in round {round_number(planned.visit.round)}, in the visit of client {planned.visit.client!r}."
     if any(text in str(error) for text in _LOST_DEVICE):
         return (

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Answers:
-    """Answers to a question from the server (:meth:`Federation.ask`), reasons for missing answers, and byte counts."""
+    """Clients' answers to a question from the server (:meth:`Federation.ask`), with failure reasons and byte counts."""
 
     updates: dict[Client, ClientUpdate] = field(default_factory=dict)
     failed: dict[Client, str] = field(default_factory=dict)

@@ -160,7 +160,7 @@ class Round:
             self.fit.synchronisation.join(self.state, self.optimizers, self.cohort, is_cut)
 
     def close(self) -> bool:
-        """Aggregates the updates, loads the new global model, and logs the round. Returns ``True`` for a new model."""
+        """Ends the round: aggregates updates, loads the new global model, logs. Returns ``True`` for a new model."""
         report = self._server.report
         self.driver.detach()
         show_status(self._trainer, "averaging")

@@ -245,7 +245,7 @@ def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
 
 
 def describe_options(step: object) -> str:
-    """Describes an update step, rule or callback by class name and constructor arguments."""
+    """Describes an update step, aggregation rule or callback: class name and constructor arguments."""
     attributes = vars(step)
     arguments = dict.fromkeys(name for kind in type(step).__mro__ for name in inspect.signature(kind).parameters)
     values = {name: attributes[name] for name in arguments if name in attributes}

@@ -38,7 +38,7 @@ class Held(ABC):
 
     @abstractmethod
     def release(self) -> Sequence[Arrived]:
-        """Returns the updates for the rule after the last visit: the stored updates, or one sum of all."""
+        """Returns the updates for the aggregation rule, after all clients: the stored updates, or one sum."""
 
 
 class StepCapabilities:
@@ -64,14 +64,14 @@ class StepCapabilities:
         return state
 
     def hold(self) -> Held | None:
-        """Returns an object to collect a round's updates, or ``None`` if the step handles updates one by one."""
+        """Returns an object to collect the updates of a round; ``None`` if the step handles updates one by one."""
         return None
 
 
 class UpdateStep(StepCapabilities):
-    """Changes updates or broadcasts of a round, for example by clipping. By default, methods change nothing.
+    """Changes updates or broadcasts of a round, for example by clipping. By default, no message is changed.
 
-    Steps depend only on messages, not on Lightning. Steps may store the arguments of :meth:`start` for the round.
+    Update steps do not depend on Lightning. A step may store the arguments of :meth:`start` for the round.
 
     Example:
         >>> class Half(UpdateStep):
@@ -122,7 +122,7 @@ class UpdateStep(StepCapabilities):
         return new
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Values to log for the last aggregated round. ``norms`` maps each client to the update norm."""
+        """Values to log for the last round with an aggregate. ``norms`` maps each client to the norm of the update."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class UpdateStep(StepCapabilities):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state from :meth:`state_dict`. An empty state is the state of a new fit."""
+        """Restores the state from :meth:`state_dict`. An empty state resets the step, as before a new fit."""
 
 
 class CollectingStep(UpdateStep, ABC):

@@ -280,7 +280,7 @@ def bootstrap(
 
 
 def single_cases(batches: Iterable[Any]) -> Iterator[Any]:
-    """Splits batches into batches with one case. Refuses tensors whose length differs from the batch size.
+    """Splits batches into batches with one test case. Refuses tensors whose length differs from the batch size.
 
     Example:
         >>> [case["x"].tolist() for case in single_cases([{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3])}])]

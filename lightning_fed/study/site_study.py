@@ -1,4 +1,4 @@
-"""A study with sites on other machines: one fit per model. After each fit, the sites send sums over cases."""
+"""A study with sites on other machines: one fit per model. After each fit, the sites send sums over test cases."""
 
 from __future__ import annotations
 

@@ -218,14 +218,14 @@ def effect_sums(values: ArrayLike, variances: ArrayLike, tau_squared: ArrayLike 
 
 
 def tau_squared_of_sums(sums: ArrayLike, sites: int) -> Floats:
-    """Variance between sites (DerSimonian and Laird), from sums of :func:`effect_sums` with ``tau_squared=0``."""
+    """Variance of the true difference between sites (DerSimonian and Laird), computed from :func:`effect_sums`."""
     weights, total, squares, of_weights = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     q = squares - total * total / weights
     return np.asarray(np.maximum((q - (sites - 1)) / (weights - of_weights / weights), 0.0))
 
 
 def effect_of_sums(sums: ArrayLike, sites: int) -> Estimate:
-    """Mean difference over sites as in :func:`random_effects`, from sums of :func:`effect_sums`."""
+    """Mean difference over sites as in :func:`random_effects`, computed from :func:`effect_sums`, summed over sites."""
     weights, total, squares, _ = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     spread = (squares - total * total / weights) / ((sites - 1) * weights)
     return Estimate(total / weights, np.maximum(spread, 1 / weights), np.full_like(weights, sites - 1))

@@ -60,7 +60,7 @@ class FrozenExtractor:
         return features
 
     def refer(self, source: nn.Module | Mapping[str, Tensor]) -> None:
-        """Copies values into the frozen extractor: from a network, also dtypes and device, or from tensors by name."""
+        """Copies parameters and buffers into the frozen extractor, from a network or from tensors by name."""
         if isinstance(source, nn.Module):
             self.follow(source)
         values = tensors_by_path(source) if isinstance(source, nn.Module) else source

@@ -109,11 +109,11 @@ class FusionLayer(nn.Module):
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:
-        """Maps each fused feature's name to the operator, for operators "multi" and "single" (a weighted mean)."""
+        """Maps fused features by name to operators, for the operators "multi" and "single" (a weighted mean)."""
         return {name: operator for name, operator in self.operators.items() if isinstance(operator, MixingOperator)}
 
     def summaries(self) -> dict[str, dict[str, float]]:
-        """Maps each fused feature's name to scalars for the log, which measure the influence of the global features."""
+        """Maps each fused feature's name to logged numbers, which measure the influence of the global features."""
         operators = self.operators.items()
         return {name: operator.summary() for name, operator in operators if isinstance(operator, FusionOperator)}
 

@@ -41,7 +41,7 @@ def check_options(federation: Federation, local: LocalModel, module: L.Lightning
 
 
 def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
-    """Refuses optimizers with an initial state. With ``grows`` (added neurons within a pass) also refuses LBFGS."""
+    """Refuses optimizers with a state before the first step. With ``grows`` (FedMA adds neurons) also refuses LBFGS."""
     if any(optimizer.state for optimizer in trainer.optimizers):
         raise MisconfigurationException(
             "Expected an optimizer without state before the first step (unlike Adagrad), because FedMA changes widths:"

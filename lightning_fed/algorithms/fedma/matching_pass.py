@@ -50,7 +50,7 @@ class MatchingPass:
 
     @property
     def step_before(self) -> Tensor:
-        """Value of :attr:`step`, the message's position in the matching passes, before the last stage was matched."""
+        """Value of :attr:`step` before the last match: the pass's first round, and the number of matched stages."""
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:

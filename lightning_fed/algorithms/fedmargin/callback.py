@@ -1,4 +1,4 @@
-"""FedMargin on the client: measures class prototypes before and after a visit, or before and after an epoch."""
+"""FedMargin on the client: measures class prototypes (feature means by class) before and after local training."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ class ClassPrototypes(RevertingCallback, FederatedCallback):
     ``clients/lpm``. With a plain ``L.Trainer`` prototypes and margins are measured over each epoch and logged as
     ``prototypes/lpm`` and ``prototypes/amm`` (mean margin between classes).
 
-    ``passes="exact"`` runs the data through the model twice in evaluation mode without gradients: before and after the
-    visit, on the same examples, as in the definition. ``passes="online"`` reuses the features from training: prototypes
-    *before* are from the first pass over the data, prototypes *after* from the last pass (with a single pass: from the
-    first and second half). A visit with one batch has no prototypes *before* and no LPM, so
+    ``passes="exact"`` runs the data through the model twice in evaluation mode without gradients: before and after
+    local training, on the same examples, as in the definition. ``passes="online"`` reuses the features from training:
+    prototypes *before* are from the first pass over the data, prototypes *after* from the last pass (with a single
+    pass: from the first and second half). Training with one batch gives no prototypes *before* and no LPM, so
     :class:`~lightning_fed.algorithms.FedMargin` uses the mean LPM of other clients, with a warning. Online features
-    also depend on weight changes during the pass, augmentation and dropout. Short visits give noisy margins.
+    also depend on weight changes during the pass, augmentation and dropout. Training with few batches gives noisy
+    margins.
 
     Exact passes run the module's ``training_step`` (with manual optimization ``validation_step``). Augmentation in the
     data set stays active, but both passes draw the same random numbers. Batches are loaded in the main process. The
@@ -74,7 +75,7 @@ class ClassPrototypes(RevertingCallback, FederatedCallback):
         margin: Kind of margin per class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
         class_reduction: Reduction over classes in LPM.
         lpm_before: Prototypes *before* in the LPM: measured with the downloaded weights, or from the client's last
-            visit.
+            round.
 
     Saved state: the feature ``layer``. With a plain Trainer :attr:`prototypes` contains the last epoch's prototypes.
 

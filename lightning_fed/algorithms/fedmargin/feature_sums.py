@@ -36,7 +36,7 @@ class FeatureSumOptions:
 
 
 class FeatureSums:
-    """Sums and numbers of feature vectors for each class, accumulated over batches."""
+    """Sums and counts of feature vectors for each class, accumulated over batches."""
 
     def __init__(self, options: FeatureSumOptions) -> None:
         self._options = options

@@ -118,7 +118,7 @@ class SampledSoftmaxHead(LogitsLayer):
 
     @property
     def held(self) -> SampledClasses | None:
-        """The classes whose rows the layer's weight contains; ``None`` if the weight has a row for every class."""
+        """Classes whose rows the layer's weight contains; ``None`` if the weight has a row for every class."""
         return self._held
 
     def hold(self, held: SampledClasses) -> None:
@@ -157,7 +157,7 @@ class SampledSoftmaxHead(LogitsLayer):
     # --- logits -------------------------------------------------------------------------------------------------------
 
     def forward(self, features: Tensor) -> Tensor:
-        """Computes logits. In training the logits are corrected, so that their cross-entropy is the FedSS loss."""
+        """Computes logits. In training, corrects the logits: the cross-entropy of the result is the FedSS loss."""
         if self._batch is None and self.training and self.margin:
             raise ValueError(
                 f"Expected labels in training, because `margin={self.margin}` depends on the labels: call "
@@ -168,7 +168,7 @@ class SampledSoftmaxHead(LogitsLayer):
         return self._sampled(features, self._batch)
 
     def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Computes FedSS's loss in a client's visit; outside visits, the ordinary softmax loss.
+        """Computes FedSS's loss while a client trains; otherwise the ordinary softmax loss.
 
         The result equals ``F.cross_entropy(head(features), target)``, also for examples outside the current batch.
 

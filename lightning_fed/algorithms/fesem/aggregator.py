@@ -133,7 +133,7 @@ class FeSEM(Aggregator):
         return total.mean()
 
     def sizes(self) -> dict[int | None, int]:
-        """Maps centre indices to the assigned clients' example count; key ``None`` for clients without centre."""
+        """Number of examples for each cluster centre, by index; key ``None`` for clients without a centre."""
         sizes: dict[int | None, int] = {}
         for client, size in self._num_samples.items():
             index = self.assignments.get(client)

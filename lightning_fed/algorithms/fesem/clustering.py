@@ -65,7 +65,7 @@ def k_means(
 
 @torch.no_grad()
 def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
-    """Returns points, shape ``(N, N)``, float64, with the same distances as the entries ``names`` of N model states."""
+    """Returns points, shape ``(N, N)``, float64, with the same distances as N model states (tensors in ``names``)."""
     products = torch.zeros(len(states), len(states), dtype=torch.float64)
     for name in names:
         rows = [state[name].detach().flatten() for state in states]

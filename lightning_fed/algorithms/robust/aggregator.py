@@ -43,11 +43,11 @@ def shares_of(update: ClientUpdate) -> dict[Client, float]:
 class RobustAggregator(Aggregator):
     """Base class of rules that tolerate some malicious clients. Rules implement :meth:`combine`.
 
-    All updates in a round are stored: n states. Client updates (local minus global, all shared floating-point entries
-    as one vector) are compared by inner products, and combined in chunks of coordinates. BatchNorm's running statistics
-    have other scales and must stay valid. Statistics are therefore not compared, and combined by a trimmed mean without
-    the ``num_malicious`` smallest and largest values. The result for an integer entry is the majority value, or else
-    the lower median.
+    All n updates in a round are stored. Client updates (local minus global, all shared floating-point entries as one
+    vector) are compared by inner products, and combined in chunks of coordinates. BatchNorm's running statistics have
+    other scales and must stay valid. Statistics are therefore not compared, and combined by a trimmed mean without the
+    ``num_malicious`` smallest and largest values. The result for an integer entry is the majority value, or else the
+    lower median.
 
     A rule with the class attribute ``least = (a, b)`` requires ``a f + b`` updates, or one update if f = 0. A round
     with fewer updates fails. The f malicious clients include every client with a refused update (NaN, wrong shape,
@@ -59,7 +59,7 @@ class RobustAggregator(Aggregator):
     Note:
         Logs ``fed/excluded``, the sum of the clients' excluded shares in this round. A share is 1 for a client without
         influence on the result, and 0 for the client with the largest weight. With at most 20 clients also logs
-        ``client/<id>/excluded``, the mean share over rounds.
+        ``client/<id>/excluded``, the client's mean excluded share over rounds.
     """
 
     least: tuple[int, int] = (2, 1)
@@ -192,7 +192,7 @@ def number_entries(state: State) -> list[str]:
 
 
 def majority(values: Sequence[Tensor]) -> Tensor:
-    """Lower median per element over integer tensors: the value in more than half of the tensors, if one exists."""
+    """Median per element over integer tensors: the lower of two middle values. Equals a strict majority value."""
     stacked = torch.stack(list(values))
     ordered = stacked.to(torch.int64).sort(dim=0).values
     return ordered[(len(values) - 1) // 2].to(stacked.dtype)

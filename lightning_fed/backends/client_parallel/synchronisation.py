@@ -1,4 +1,4 @@
-"""Round synchronisation for parallel clients: independent visits, then a merge of all results."""
+"""Synchronisation of several processes in a round: independent training of clients, then a merge of all results."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Share:
 
 
 def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
-    """Sends the values of all processes to ``flow``, a callback's generator. A second ``yield`` is an error."""
+    """Sends the values from all processes to a callback's generator ``flow``. A second ``yield`` is an error."""
     with suppress(StopIteration):
         flow.send(values)
         raise RuntimeError(

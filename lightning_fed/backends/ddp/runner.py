@@ -1,4 +1,4 @@
-"""Client side with several processes, which train a visit with Lightning's DDP and send one answer."""
+"""Client side with several processes, which train one client with Lightning's DDP and send one answer."""
 
 from __future__ import annotations
 

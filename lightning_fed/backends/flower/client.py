@@ -32,8 +32,9 @@ def client_app(
 ) -> LightningClientApp:
     """Client side as a Flower app, for the machine with the data.
 
-    A visit is a fit with an ordinary ``L.Trainer``: accelerator, precision and loggers are local settings. Client state
-    (personal layers, optimizer state, callback state) stays in ``store``, and the server cannot request it.
+    A client's training in a round is a fit with an ordinary ``L.Trainer``: accelerator, precision and loggers are local
+    settings. Client state (personal layers, optimizer state, callback state) stays in ``store``, and the server cannot
+    request it.
 
     A machine may serve several clients: all clients in ``data``. If the node configuration has ``partition-id`` and
     ``num-partitions``, as in a Flower simulation, the machine serves every ``num-partitions``-th client.
@@ -43,7 +44,7 @@ def client_app(
         model: The LightningModule, or a function that builds the module (called with the federation's seed set).
         data: Mapping from client to data, or a ``FederatedDataModule``; with a ``partition`` in the federation, a plain
             datamodule. Alternatively a function from the node configuration to one of these.
-        trainer: Arguments for ``L.Trainer``; with several ``devices``, a visit trains with DDP.
+        trainer: Arguments for ``L.Trainer``; with several ``devices``, a client trains with DDP.
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in Flower's folder (``FLWR_HOME``).
         bounds: Limits for work requested by the server; unlimited by default.

@@ -67,7 +67,7 @@ def from_records(content: RecordDict) -> Packet:
 
 
 class FlowerTransport(Transport):
-    """Sends packets over Flower's grid. After each connection, asks the node for the names of its clients.
+    """Sends packets over Flower's message interface. Asks each new node for the names of the node's clients.
 
     ``bound`` maps a client to the only permitted node: a public key (text of a ``.pub`` file) or Flower's node number.
     Other nodes get no messages for the client. If ``bound`` is ``None``, the first node that names a client serves the

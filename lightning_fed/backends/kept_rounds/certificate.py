@@ -16,11 +16,11 @@ RECORD = "round.json"
 
 
 def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
-    """Returns signed JSON text about all rounds: participants, records of the rounds, and file digests.
+    """Returns signed JSON text about all rounds of a run: participants, results of the rounds, and file digests.
 
-    The record of a round contains the clients with an update or a reason for exclusion, the method, rule, update steps,
+    A round's results contain the clients with an update or a reason for exclusion, the method, rule, update steps,
     versions, metrics (with epsilon and evaluations), digests of models and answers, and the digest of the last line in
-    each site's record file. ``participants`` lists each client with the number of rounds with a used update, and the
+    each site's message log. ``participants`` lists each client with the number of rounds with a used update, and the
     number of rounds with an exclusion.
     """
     rounds = [json.loads(path.read_text()) for path in sorted(folder.glob(f"round-*/{RECORD}"))]

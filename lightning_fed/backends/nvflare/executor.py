@@ -30,15 +30,15 @@ _log = logging.getLogger(__name__)
 class FederationExecutor(Executor):  # type: ignore[misc]
     """Client side as an NVFLARE executor, for the machine with the data.
 
-    A visit is a fit with an ordinary ``L.Trainer``: accelerator, precision and loggers are local settings. Client state
-    stays in ``store``, and the server cannot request it.
+    A client's training in a round is a fit with an ordinary ``L.Trainer``: accelerator, precision and loggers are local
+    settings. Client state stays in ``store``, and the server cannot request it.
 
     Args:
         federation: The federation, with the same arguments as on the server.
         model: The LightningModule, or a function that builds the module (called with the federation's seed set).
         data: Mapping from client to data, or a ``FederatedDataModule``; with a ``partition`` in the federation, a plain
             datamodule. Alternatively a function from the site configuration (``{"site": name}``) to one of these.
-        trainer: Arguments for ``L.Trainer``; with several ``devices``, a visit trains with DDP.
+        trainer: Arguments for ``L.Trainer``; with several ``devices``, a client trains with DDP.
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in the site's workspace, shared by all jobs.
         bounds: Limits for work requested by the server; unlimited by default.

@@ -61,7 +61,7 @@ def train_stand_in(state: State, visit: Visit, stored: Mapping[str, Tensor]) -> 
 
 
 class RehearsedRunner(ClientRunner):
-    """Client program in a simulated deployment: visits take simulated time, and train only if ``trains`` is true."""
+    """Client program in a simulated deployment. Training takes simulated time, and is real if ``trains``."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Site policy and site record: control and record of all data sent from a client's machine."""
+"""A site's policy on data sent from the machine, and a log of all messages (record)."""

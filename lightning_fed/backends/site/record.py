@@ -173,7 +173,7 @@ class Record:
         return self.last
 
     def has_line(self, number: int, digest: str) -> bool:
-        """True if the record file contains a line with this number and digest, or the line is in an archived file."""
+        """True if the site's message log contains a line with this number and digest, also in an archived file."""
         return number < next(iter(self._digests), 1) or self._digests.get(number) == digest
 
     def _read_head(self) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Vectorised visits: several small clients train at once with ``torch.func.vmap``."""
+"""Trains several small clients simultaneously with ``torch.func.vmap`` (vectorised visits)."""
 
 from lightning_fed.backends.vectorized.plan import Vectorized as Vectorized
 

@@ -33,7 +33,7 @@ class Obstacle(Exception):
 
 
 def check_vectorizable(fit: FederatedFit) -> None:
-    """Raises ``Obstacle`` if the Trainer, module, rule or a callback does not support simultaneous visits."""
+    """Raises ``Obstacle`` if a setting, module, method or callback prevents simultaneous training of clients."""
     trainer, module, rule = fit.trainer, fit.module, fit.server.rule
     clips = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
     sliced = [name for name, policy in fit.policies.items() if policy == "sliced"]

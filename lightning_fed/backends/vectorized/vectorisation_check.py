@@ -1,4 +1,4 @@
-"""Trial before vectorised visits: trains two clients simultaneously and one by one, and compares the results."""
+"""Trial before simultaneous training: trains two clients simultaneously and one by one, and compares the results."""
 
 from __future__ import annotations
 

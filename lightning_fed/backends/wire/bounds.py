@@ -47,7 +47,7 @@ class OrderBounds:
             )
 
     def find_excess(self, train_request: TrainRequest, batches_per_epoch: int | None) -> str | None:
-        """Returns the reason to refuse a train request with too much or too little work; ``None`` if allowed."""
+        """Returns the reason to refuse a request for too much or too little training; ``None`` if allowed."""
         visit = train_request.visit
         if visit.steps is None and self.max_epochs is not None and visit.epochs > self.max_epochs:
             return f"the server asks for {visit.epochs} epochs, but this client allows {self.max_epochs}"

@@ -437,7 +437,7 @@ def _repeat_steps(optimizers: LocalOptimizers, steps: Sequence[int]) -> dict[str
 
 @dataclass
 class RemoteVisit:
-    """State of a visit on another machine: index, hash of the client's request, server message, reported steps."""
+    """State of a client's training on another machine: index, hash of the request, broadcast, reported steps."""
 
     visit: Visit
     position: int

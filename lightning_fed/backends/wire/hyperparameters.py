@@ -65,7 +65,7 @@ def name_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
 
 
 def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Loads received options such as ``lr`` into ``optimizers``. ``groups[i][j]``: parameter group j of optimizer i."""
+    """Loads received options such as ``lr`` into the optimizers. ``groups[i][j]``: parameter group j of optimizer i."""
     shapes = [len(optimizer.param_groups) for optimizer in optimizers]
     if shapes != [len(options) for options in groups]:
         raise ValueError(

@@ -193,7 +193,7 @@ class ClientSum:
 
 
 def maskable(update: ClientUpdate, sent: State) -> State:
-    """Returns the tensors in an update that must be masked, by name. ``sent`` is the model received by the client.
+    """Returns the tensors in an update that the client must mask, by name. ``sent`` is the received model.
 
     Raises ``ClientFault`` for metrics, and for changed entries with other dtypes, because masks do not cover these
     values.

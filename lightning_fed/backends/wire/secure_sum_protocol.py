@@ -86,7 +86,7 @@ class Secrets:
 
     @property
     def public(self) -> bytes:
-        """Published data, ``PUBLIC`` bytes: two public keys, and the hash of the seed for the client's mask."""
+        """Data published by the client, ``PUBLIC`` bytes: two public keys, and the hash of the mask's seed."""
         keys = (_public(self.sealing), _public(_pairing_key(self.pairing)))
         return b"".join((*keys, hashlib.sha256(self.seed).digest()))
 

@@ -107,7 +107,7 @@ def evaluate_data(
         getattr(module, f"on_{stage}_{hook}")(*args)
 
     def record_states(place: int | None) -> None:
-        """Copies metric states into the report, after dataloader number ``place`` or (``None``) after all data."""
+        """Copies the states of metrics into the report, after dataloader ``place``, or (``None``) after all data."""
         names = {id(metric): name for name, metric in metrics.items()}
         by_log = {name: names[id(metric)] for name, metric in logged.metrics.items() if id(metric) in names}
         report.metrics |= {name: state_key(metric, place) for name, metric in by_log.items()}

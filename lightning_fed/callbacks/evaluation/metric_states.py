@@ -227,7 +227,7 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
-    """Context that appends a metric to ``updated`` at the first update, unless the metric was reset before."""
+    """Context that appends each metric to ``updated`` at the first update (for used metrics, after a reset)."""
     fresh: list[Metric] = []
     unused = [metric for metric in metrics if holds_states(metric) and not metric.update_called]
 
@@ -417,7 +417,7 @@ def _join_states(metric: Metric, parts: Iterable[MetricState]) -> MetricState:
 
 
 def check_state(metric: Metric, state: MetricState) -> None:
-    """Compares a received state with a metric's state. Raises `BadUpdate` if names or shapes differ."""
+    """Compares a client's metric state with the server's metric. Raises `BadUpdate` for other names or shapes."""
     reductions = _reductions(metric)
     if state.updates < 0:
         raise BadUpdate(f"a metric reports {state.updates} batches")
