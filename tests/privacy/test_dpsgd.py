@@ -283,7 +283,7 @@ def test_the_fit_ends_within_the_budget(federated_trainer, caplog):
         ("federated", 2, {}),
         slow(("plain", 2, {})),
         slow(("plain", 2, {"max_steps": 7})),
-        ("plain", -1, {"max_steps": 7}),
+        slow(("plain", -1, {"max_steps": 7})),
     ],
 )
 def test_a_fit_that_ends_as_planned_is_no_warning(kind, epochs, options, federated_trainer, plain_trainer, caplog):

@@ -14,6 +14,7 @@ from lightning_fed.algorithms.fedfusion.frozen_extractor import FrozenExtractor
 from lightning_fed.modules import FeatureLayer, find_extractor
 from lightning_fed.tasks.networks import build_network
 from tests import models
+from tests.breadth import quick
 
 
 class Task(L.LightningModule):
@@ -81,11 +82,13 @@ FOUND = {  # a model: network and layer, shapes of the features for 64 x 64 imag
     "base and head": (models.BaseAndHead, "model.base", "", "output", [8]),
     "encoder behind an embedding": (Tokens, "model", "head", "input", [8]),
 }  # fmt: skip
+REPEATED = {"timm resnet", "torchvision mobilenet", "unet"}  # found like other models
 
 
 @pytest.mark.filterwarnings("ignore:The parameter 'pretrained'")
-@pytest.mark.parametrize(("make", "network", "path", "side", "channels"), FOUND.values(), ids=FOUND)
-def test_extractors_are_found_and_run(make, network, path, side, channels):
+@pytest.mark.parametrize("model", quick(FOUND, [model for model in FOUND if model not in REPEATED]))
+def test_extractors_are_found_and_run(model):
+    make, network, path, side, channels = FOUND[model]
     task = Task(make())
     extractor_end = find_extractor(task)
     assert extractor_end == (network, FeatureLayer(path, side))
