@@ -48,7 +48,7 @@ class RevertingCallback(L.Callback):
 
 
 class FederatedCallback(TrainerCallback):
-    """A Lightning callback with additional hooks for rounds and visits.
+    """A Lightning callback with additional hooks for rounds and visits (a client's training in a round).
 
     :class:`~lightning_fed.callbacks.Federation` calls the hooks. Before the first visit: :meth:`on_server_round_start`.
     In a visit: :meth:`on_client_request`, :meth:`on_server_send`, :meth:`on_client_receive`, :meth:`on_client_start`,

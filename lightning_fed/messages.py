@@ -104,7 +104,7 @@ class Request:
 
 @dataclass
 class Broadcast:
-    """Message from the server to one client before a visit's training.
+    """Message from the server to one client before the client's training in a round.
 
     Args:
         round: Version of the sent model: index, from 0, of the round that starts from this model.

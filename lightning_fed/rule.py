@@ -24,7 +24,7 @@ class RoundInfo:
         round: Round index, from 0.
         clients: Names for all clients known in this process.
         trainable: Names of the trained entries; ``None`` if unknown.
-        untrained: Names of parameters without gradient and of constant buffers, which visits rarely change.
+        untrained: Names of parameters without gradient and of constant buffers, which training rarely changes.
         sliced: Names of entries of which clients receive only some rows.
         seed: The federation's seed. An update step derives random numbers from seed, round and client.
         refused: Reasons by client, for clients with an invalid update in this round.

@@ -40,7 +40,7 @@ class Channel:
             (``"numbers"``), or a single number (``"number"``). Numbers are float64 scalars, at least 0.
         up: Whether clients send the tensors. The server computes the mean of tensors, and stores each client's numbers.
         down: Whether the server sends the tensors with the broadcast.
-        memory: Whether clients keep the tensors between visits.
+        memory: Whether clients keep the tensors between rounds.
         server: Whether the server keeps the tensors between rounds.
         bounds: Limits for the clients' numbers; ``"none"`` for no limit. ``"above"`` excludes clients with a number
             more than 128 times the round's median. ``"work"`` divides each number once by the client's planned work
@@ -113,13 +113,13 @@ class Part:
 
 @dataclass
 class ChannelVisit:
-    """One client's visit, with the tensors of all channels (tensors exchanged in addition to the model).
+    """Channel tensors (exchanged in addition to the model) during one client's training in a round.
 
     ``parameters`` are the parameters shared with the server, and ``start`` contains the received model entries.
     ``down`` (received from the server), ``memory`` (kept on the client) and ``up`` (sent to the server) contain tensors
-    by channel name and entry name. At the end of the visit ``records`` contains the last result of
-    :meth:`ChannelRule.follow_step` for each entry name. If several visits train together on stacked tensors, ``row`` is
-    this visit's index in the stack. ``steps`` is the visit's number of optimizer steps.
+    by channel name and entry name. At the end of the training ``records`` contains the last result of
+    :meth:`ChannelRule.follow_step` for each entry name. If several clients train together on stacked tensors, ``row``
+    is this client's index in the stack. ``steps`` is the number of optimizer steps.
     """
 
     trainer: L.Trainer

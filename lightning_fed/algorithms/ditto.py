@@ -140,7 +140,7 @@ class Ditto(Method):
 
     .. math:: \min_{v_i} F_i(v_i) + \frac{\lambda}{2} \lVert v_i - x \rVert^2
 
-    A visit trains the global model for ``local_epochs`` epochs, then the client's personal model for
+    In a round, a client trains the global model for ``local_epochs`` epochs, then the client's personal model for
     ``personal_epochs`` epochs (:class:`~lightning_fed.callbacks.PersonalModel`). The global model and all messages
     equal the results of ``aggregator`` without Ditto, bit for bit. Evaluation uses personal models. Reference: Li et
     al., ICML 2021, Algorithm 1.

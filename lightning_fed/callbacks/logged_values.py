@@ -110,7 +110,7 @@ class LoggedValue:
 
 @dataclass
 class LoggedValues:
-    """Values that an evaluation logs per epoch, by name; :func:`intercepted` calls :meth:`take`.
+    """Collects the values that an evaluation logs per epoch, by name (:func:`intercepted` calls :meth:`take`).
 
     Attributes:
         batch: The current batch; ``None`` between batches.

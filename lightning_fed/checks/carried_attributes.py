@@ -153,7 +153,7 @@ class CarriedAttributes:
         return not (isinstance(owner, nn.Module) and _is_width(owner, attribute))
 
     def end_round(self, round: int) -> None:
-        """Logs attributes with values left by other clients. In optimizers, schedulers and callbacks, raises an error."""
+        """Logs attributes with values left by other clients; in optimizers, schedulers, callbacks, raises an error."""
         self._clear_optimizers()
         known, after = self._known, self._fingerprints()
         changed = self._differences(self._before, after)

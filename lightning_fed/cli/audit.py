@@ -72,7 +72,7 @@ def _rotate(path: Path, head: Path) -> None:
 
 
 def describe_line(line: Line, is_full: bool = False) -> str:
-    """Formats a line of a site's record file: a summary, or with ``is_full`` the complete JSON.
+    """Formats a line from a site's log for messages: a summary, or with ``is_full`` the complete JSON.
 
     Example:
         >>> content = {"event": "answer", "time": "2026-11-24T12:00:00.5+00:00", "client": "ann", "run": "3f9a77c0",

@@ -14,13 +14,13 @@ from lightning_fed.numerics.trees import copy_tree
 
 
 class LocalOptimizers:
-    """Optimizers, per-step schedulers and loss scale of a round, reset for every visit.
+    """Optimizers, per-step schedulers and loss scale of a round, reset before each client's training.
 
-    Every visit starts from the round's state: the optimizers' initial buffers (or, with ``mode="keep"``, the buffers
-    after the client's last visit), the round's hyper-parameters (learning rates set by epoch schedulers), per-batch
-    schedulers and loss scale. After the round, the schedulers resume from the state after the visit with the median
-    number of steps, and the loss scale from the median over the visits. A minority of clients cannot move the median
-    outside the range of all other clients. With one client the result equals plain training.
+    Every client starts from the round's state: the optimizers' initial buffers (or, with ``mode="keep"``, the buffers
+    after the client's last training), the round's hyper-parameters (learning rates set by epoch schedulers), per-batch
+    schedulers and loss scale. After the round, the schedulers resume from the client with the median number of steps,
+    and the loss scale from the median over the clients. A minority of clients cannot move the median outside the range
+    of all other clients. With one client the result equals plain training.
 
     Args:
         optimizers: The optimizers.
@@ -29,10 +29,10 @@ class LocalOptimizers:
         mode: ``"reset"``, ``"keep"``, or ``"continue"`` in a fit equal to plain training, which restores state only
             after a round without an update.
         epoch_schedulers: Schedulers that the Trainer steps at the round's last batch. An epoch scheduler that shares an
-            optimizer with ``step_schedulers`` resumes from the median visit's final state.
+            optimizer with ``step_schedulers`` resumes from the same client's final state.
 
     Attributes:
-        finals: Final scheduler states, by the visit's index in the round; empty without schedulers and loss scale.
+        finals: Final scheduler states, by the client's index in the round; empty without schedulers and loss scale.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class Cell:
 def summarize(
     results: Sequence[Mapping[str, Any]], target: float = 0.8, last: int = 1
 ) -> dict[tuple[str, float | None], Cell]:
-    """Results by method and fraction of stragglers (``None`` if training is centralised).
+    """Summarises results by method and fraction of stragglers (``None`` if training is centralised).
 
     Args:
         results: Results from :func:`~lightning_fed.compare.run_comparison`.

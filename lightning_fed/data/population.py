@@ -32,7 +32,7 @@ LONGEST_NAME = 1000
 
 @dataclass
 class PlannedVisit:
-    """A visit together with the size of the client's data, and the visit's progress.
+    """A visit (one client's training in a round), with the size of the client's data, and the progress.
 
     Args:
         visit: The visit as scheduled.

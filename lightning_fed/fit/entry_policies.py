@@ -35,12 +35,12 @@ def decide_policies(
     batch_norm: BatchNormOption,
     sliced: Collection[str] = (),
 ) -> dict[str, Policy]:
-    """Determines the policy of each state dict entry (such as shared or personal), and logs the personal entries.
+    """Determines the policy of each state dict entry (shared, sliced, personal or frozen), and logs personal entries.
 
     With ``batch_norm="personal"``, BatchNorm layers are personal. With :class:`~lightning_fed.LocalStatistics`, running
-    statistics measured in visits are personal. Running statistics measured after the aggregation are shared if clients
-    report statistics to the server, and frozen if not. With ``"frozen"``, running statistics are frozen. Clients
-    receive only some rows of ``sliced`` entries.
+    statistics measured during training are personal. Running statistics measured after the aggregation are shared if
+    clients report statistics to the server, and frozen if not. With ``"frozen"``, running statistics are frozen.
+    Clients receive only some rows of ``sliced`` entries.
 
     Raises:
         ValueError: If a selector matches nothing, ``batch_norm`` requires BatchNorm layers and the model has none, an

@@ -19,7 +19,7 @@ class FailedRounds:
     (FedMA) is a success.
 
     Args:
-        in_a_row: Number of failed rounds since the last new model.
+        in_a_row: Number of consecutive failed rounds, counted since the last new global model.
         has_trained: Whether any round has succeeded.
         message: Error message about the failed rounds; empty if the number is not limited.
         cause: First exception from a client in the last failed round.

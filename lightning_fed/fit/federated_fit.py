@@ -112,7 +112,7 @@ class BatchNormState:
         reports: Latest reported statistics by client, until there are enough reports for the decision.
         model_round: Index of the last round with a new global model; -1 before such a round.
         norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
-        served_client: The client whose statistics are in the module, outside visits, or ``None``.
+        served_client: Outside training, the client whose statistics are in the module, or ``None``.
     """
 
     option: BatchNormOption

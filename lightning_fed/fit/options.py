@@ -28,7 +28,8 @@ class LocalStatistics:
             loader, measured in a pass without labels before the evaluation (AdaBN, Li et al. 2016), or ``"pooled"``
             over the round's clients, at the cost of ``batch_norm="recalibrate"``.
         measured: Time of the measurement: ``"aggregation"`` (after the aggregation, with the new weights) or
-            ``"visit"`` (during the training, while the weights change, as in SiloBN). Statistics from a visit do not
+            ``"visit"`` (during the client's training, while the weights change, as in SiloBN). Statistics from a visit
+            do not
             match any shared weights.
 
     Example:

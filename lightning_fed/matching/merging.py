@@ -51,7 +51,7 @@ class MergedGroup(NamedTuple):
 
 
 class MergedModel(NamedTuple):
-    """Result of merging networks.
+    """Result of merging several trained networks into one network.
 
     Attributes:
         module: The merged module.

@@ -38,7 +38,7 @@ _CHUNK = 2**22  # elements per matrix product
 
 
 class NeuronMatch(NamedTuple):
-    """Assignment of J clients' neurons (L_j on client j) to L global neurons, each with D weights.
+    """Assignment of the neurons of J clients (client j has L_j neurons) to L global neurons, each with D weights.
 
     Attributes:
         assignments: For each client the index of each neuron's global neuron, int64, shape ``(L_j,)``.

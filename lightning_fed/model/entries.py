@@ -2,10 +2,10 @@
 
 Every entry of ``module.state_dict()`` has one policy:
 
-- *shared*: sent with the broadcast, returned with the update, aggregated;
+- *shared*: sent to the client before training, returned after training, aggregated;
 - *sliced*: shared, but each client requests and returns only some rows (FedSS);
 - *personal*: stays on the client between rounds (FedPer, FedBN);
-- *frozen*: never sent; every visit starts from the server's copy.
+- *frozen*: never sent; every client's training starts from the server's values.
 """
 
 from __future__ import annotations
@@ -378,7 +378,9 @@ def entry_policies(
     personal: Sequence[Selector] = (),
     frozen: Sequence[Selector] = (),
 ) -> dict[str, Policy]:
-    """Returns the policy of each state dict entry: shared, personal or frozen. The arguments are selectors.
+    """Returns the policy of each state dict entry: shared, personal or frozen.
+
+    The arguments select entries by name pattern or module type.
 
     Raises:
         ValueError: If a selector matches nothing, or an entry is both personal and frozen.

@@ -49,10 +49,10 @@ class SecureSum(UpdateStep):
 
     .. math:: w_{t+1} = w_t + \frac{\sum_i a_i u_i}{\sum_i a_i}
 
-    The rule must be ``fedavg``. Allowed additions are methods whose clients only send the model (``fedprox``,
-    ``fedper``, ``fedrep``), server optimizers, :class:`CentralDP` (noise is added to the sum), and update steps for
-    weights or norm limits, which the clients apply. Integer entries do not change. The server does not know client
-    metrics, numbers of examples and update norms.
+    The aggregation rule must be ``fedavg``. Supported additions are methods whose clients only send the model
+    (``fedprox``, ``fedper``, ``fedrep``), server optimizers, :class:`CentralDP` (noise is added to the sum), and update
+    steps for weights or norm limits, which the clients apply. Integer entries do not change. The server does not know
+    client metrics, numbers of examples and update norms.
 
     Args:
         clip: Maximum update norm over all shared floating-point entries; by default the norm of :class:`CentralDP`.

@@ -1,7 +1,7 @@
-"""One round of a fit: start, client visits, aggregation and log.
+"""One round of a fit: start, training of the clients, aggregation and log.
 
 1. ``Round(...)`` and :meth:`Round.open`: the server starts the round from the global model.
-2. The visits, one after another: :mod:`lightning_fed.rounds.visit_flow`.
+2. The clients' training, one after another: :mod:`lightning_fed.rounds.visit_flow`.
 3. :meth:`Round.join`: merges the results of all processes, and waits for answers from remote clients.
    :meth:`Round.close`: aggregates, loads the global model, measures BatchNorm, and logs. Then :meth:`Round.end`.
 
@@ -52,12 +52,12 @@ class Round:
 
     Attributes:
         fit: The fit; ``fit.module`` contains the global model at the start of the round.
-        loader: Dataloader with the batches of all visits.
+        loader: Dataloader with the training batches of all clients in the round.
         cohort: The round's clients.
         local: Loads clients' models into the module, one after another.
         state: The global model's shared entries at the round's start.
-        optimizers: Optimizers and schedulers, reset for every visit.
-        driver: Object that runs the visits in Lightning's loop (:class:`VisitDriver`).
+        optimizers: Optimizers and schedulers, reset before each client's training.
+        driver: Object that trains the clients in Lightning's loop (:class:`VisitDriver`).
     """
 
     # 1. Open

@@ -29,12 +29,12 @@ _log = logging.getLogger(__name__)
 
 
 class VisitDriver:
-    """Runs the visits of one round, using overrides of the module's batch hooks.
+    """Trains the clients of one round, by overriding the module's batch hooks.
 
     Attributes:
-        current: The current visit; ``None`` between visits, and while several visits train at once.
-        group: The current visits: one, or several if visits train at once.
-        open_visit: Function from a planned visit to a :class:`ClientVisit`, the client side of a visit.
+        current: The client in training; ``None`` between clients, and while several clients train at once.
+        group: The clients in training: one, or several if clients train at once.
+        open_visit: Creates the client's side of the training (:class:`ClientVisit`) from the plan for a client.
         may_end_early: Whether the round may end before the last batch.
     """
 

@@ -51,10 +51,10 @@ Flow: TypeAlias = Generator[Ask | Step | Answer, Any, None]
 
 
 class ClientVisit:
-    """Client side of one visit. During the visit, the module contains the client's model.
+    """Client side of one client's training in a round. Meanwhile the module contains the client's model.
 
     Attributes:
-        planned: The visit.
+        planned: The client, and the plan for the training.
         local: Loads the client's model.
         optimizers: The client's optimizers.
         memory: Tensors of callbacks and update steps, stored on the client if the server accepts the update.

@@ -36,7 +36,7 @@ _ALWAYS = -1  # the round of an entry with its initial value
 
 @dataclass
 class RoundReport:
-    """Server's report on a round.
+    """Results of a round on the server: clients, exclusions, metrics and bytes.
 
     Args:
         round: Index of the round, from 0.
@@ -155,7 +155,7 @@ class ServerInterface(ABC):
         report: Report on the current or last round.
         state_before: The chain's state before the round.
         errors: Exceptions from updates in this process, without tracebacks.
-        held: Untrained state dict entries known to each client, which are not sent again.
+        held: By client, the untrained state dict entries already on the client, which are not sent again.
     """
 
     def __init__(self, chain: Chain, min_clients: int = 1) -> None:

@@ -35,7 +35,7 @@ Answer: TypeAlias = dict[str, dict[str, list[float]]]
 
 
 def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support: int = 10) -> tuple[Kind, Answer]:
-    """Returns the kind of score, and for each pair of models and each seed sums over a site's cases (examples).
+    """Returns the kind of score, and sums over a site's cases (examples) for each pair of models and each seed.
 
     Scores of single cases are summed by :func:`paired_sums`, areas under the ROC curve (kind ``"areas"``) by
     :func:`area_sums`. The key ``"all"`` contains the sums for the mean scores over all seeds.

@@ -132,10 +132,11 @@ def placements(positives: ArrayLike, negatives: ArrayLike) -> tuple[Floats, Floa
 
 
 def area_sums(first: tuple[ArrayLike, ArrayLike], second: tuple[ArrayLike, ArrayLike]) -> Floats:
-    """DeLong's sums for two models' :func:`placements`: positives, negatives, two areas, six covariances.
+    """Ten sums for the areas under the ROC curve of two models: counts, areas and covariances (DeLong et al. 1988).
 
-    The covariances (first model, both, second model) are over the positives, then over the negatives. A covariance
-    over fewer than two cases is NaN.
+    In order: numbers of positive and negative cases, both models' areas, then the covariances of the models'
+    :func:`placements` (first with itself, first with second, second with itself), over the positives and over the
+    negatives. A covariance over fewer than two cases is NaN.
 
     Example:
         >>> area_sums(placements([0.9, 0.4], [0.5, 0.4]), placements([0.9, 0.6], [0.5, 0.4])).tolist()

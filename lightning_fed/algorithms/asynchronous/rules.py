@@ -228,20 +228,20 @@ class FedAsync(AsynchronousRule):
     .. math:: x_{v+1} = (1 - \alpha_\tau) x_v + \alpha_\tau y, \qquad \alpha_\tau = \alpha s(\tau)
 
     Each arrival of a client model :math:`y` is a round; set the Trainer's ``check_val_every_n_epoch`` to validate less
-    often. The staleness :math:`\tau` counts the new global models since the client's start. With ``alpha=1``,
-    constant weights and ``clients_per_round=1``, clients train one after another on one model. The paper's proximal
-    term is :class:`~lightning_fed.callbacks.ProximalTerm`. See :class:`AsynchronousRule`.
+    often. The staleness :math:`\tau` counts the new global models since the client's start. With ``alpha=1``, constant
+    weights and ``clients_per_round=1``, clients train one after another on one model. The paper's proximal term is
+    :class:`~lightning_fed.callbacks.ProximalTerm`. See :class:`AsynchronousRule`.
 
     - Sends: 1 model down, 1 up.
-    - Keeps: on the server 1 model for each version from which an unfinished visit started.
+    - Keeps: on the server 1 model for each version from which an unfinished training started.
     - Costs: no additional computation.
     - For: comparisons with the paper. FedBuff is better if many clients train at a time.
 
     Args:
         alpha: Weight :math:`\alpha` of a client's model without staleness, in (0, 1].
         staleness: Exponent of the weight :math:`s`, or a pair for the hinge weight.
-        durations: Simulated durations of the visits.
-        record: New file for the arrival order.
+        durations: Simulated durations of the clients' training.
+        record: New file for the order in which updates arrive.
         replay: File with a recorded order.
 
     Example:

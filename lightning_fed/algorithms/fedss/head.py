@@ -36,9 +36,9 @@ class SampledSoftmaxHead(LogitsLayer):
         \text{ (cosine)} \qquad o_j = \langle f, w_j \rangle + b_j \text{ (linear)}
 
     Features :math:`f` have shape ``(*, in_features)``, logits :math:`o` ``(*, num_classes)``; :math:`w_j` is class j's
-    weight row. Outside visits this layer is an ordinary layer. In a client's visit the weight may have rows for only S
-    classes, called held classes (:meth:`hold`), and training logits have S columns (or fewer, see :meth:`begin_batch`).
-    The ``state_dict`` does not contain the list of held classes.
+    weight row. Outside training on a client this layer is an ordinary layer. In training on a client the weight may
+    have rows for only S classes, called held classes (:meth:`hold`), and training logits have S columns (or fewer, see
+    :meth:`begin_batch`). The ``state_dict`` does not contain the list of held classes.
 
     Logits and losses have at least float32 precision, also in a half-precision model. Zero features have no direction,
     and cosine logits then have very large gradients: do not place a ReLU directly before cosine logits.

@@ -63,7 +63,7 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
 
 
 def log_correction(num_positives: int, num_negatives: int, num_classes: int) -> float:
-    r"""Computes the number to add to the logits of sampled negative classes (eq. 3), or 0 without negative classes.
+    r"""Computes the number to add to the logits of sampled negative classes (FedSS, eq. 3), or 0 without negatives.
 
     .. math:: -\ln(m q), \qquad q = \frac{1}{n - |P|}
 
@@ -176,7 +176,7 @@ def sampled_softmax_loss(
     objective: Objective = "fedss",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Computes a client's loss from logits for only some classes (equations 2 and 5 to 8), in at least float32.
+    r"""Computes a client's loss from logits for only some classes (FedSS paper, equations 2 and 5 to 8).
 
     .. math::
         \text{fedss: } \ln\Big(1 + \sum_{j \in P \cup N \setminus t} e^{o'_j - o'_t}\Big) \qquad
@@ -186,11 +186,14 @@ def sampled_softmax_loss(
         \text{posonly: } \ln\Big(1 + \sum_{j \in P \setminus t} e^{o_j - o_t}\Big) \qquad
         \text{full: } \ln\Big(1 + \sum_{j \in [n] \setminus t} e^{o_j - o_t}\Big)
 
-    If all other classes are negatives, "fedss" equals "full". With a single positive, "posonly" and its gradient are 0.
+    The corrected logit :math:`o'_j` is :math:`o_j` for positives, and :math:`o_j` plus :func:`log_correction` for the
+    sampled negatives :math:`N`. If all other classes are negatives, "fedss" equals "full". With a single positive,
+    "posonly" and its gradient are 0. The computation uses at least float32.
 
     Args:
-        logits: Logits :math:`o` for the client's classes :math:`P \cup N`, shape ``(N, S)``, sorted as ``is_positive``.
-        target: Target columns :math:`t`, all positives; shape ``(N,)``, whole numbers. -100 excludes an example.
+        logits: Logits :math:`o` for the classes :math:`P \cup N`, shape ``(examples, S)``, columns as in
+            ``is_positive``.
+        target: Target columns :math:`t`, all positives; shape ``(examples,)``, whole numbers. -100 excludes an example.
         is_positive: Mask of columns for positives :math:`P`, bool, shape ``(S,)``.
         num_classes: Number :math:`n` of all classes.
         objective: The loss, see :class:`~lightning_fed.callbacks.SampledSoftmax`; "full" needs logits for all classes.

@@ -115,7 +115,7 @@ class NearestNeighborMixing(TolerantMixture):
 
 
 class AdaptiveClipping(TolerantMixture):
-    r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` longest of n updates to the norm of the next shorter one.
+    r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` longest of n updates to the largest norm among the others.
 
     Args:
         num_malicious: Number f of malicious clients; if ``None``, the largest number below one half.

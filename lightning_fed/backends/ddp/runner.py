@@ -80,12 +80,11 @@ def _select_devices(trainer: Mapping[str, Any]) -> L.Trainer:
 
 
 class DistributedRunner(ClientRunner):
-    """Client side that trains each visit in several processes.
+    """Client side that trains in several processes.
 
-    The training processes start at the first visit and keep running. Only the main process checks the server's
-    messages, knows the secret keys of a secure sum, and sends answers. Requests, measurements and evaluations run in
-    the main process, on one device. If a process ends or raises, all other processes are ended, and the client misses
-    the round.
+    The processes start with the first training and keep running. Only the main process checks the server's messages,
+    knows the secret keys of a secure sum, and sends answers. Requests, measurements and evaluations run in the main
+    process, on one device. If a process ends or raises, all other processes are ended, and the client misses the round.
 
     Raises:
         MisconfigurationException: If a callback needs all data of a visit, because each process reads only a share, or

@@ -1,10 +1,10 @@
-"""Site record: an append-only file of server messages and answers, secured by a hash chain.
+"""Site record: an append-only file with server messages and answers, secured by a hash chain.
 
 A line is ``DIGEST JSON``, where ``DIGEST`` is the SHA-256 of the previous line's digest, a space and the JSON. The
 chain reveals changed, removed, added, moved and truncated lines. A second file contains the head: number and digest of
-the record's last line. The server receives the head with each update and returns the head with the next order. A
-missing record, or a record that contradicts the head, is an error. When a record is archived, the first line of the new
-record contains number and digest of the archived record's last line, and numbering continues.
+the record's last line. The server receives the head with each update and returns the head with the next train request.
+A missing record, or a record that contradicts the head, is an error. When a record is archived, the first line of the
+new record contains number and digest of the archived record's last line, and numbering continues.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Line:
 
 
 def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Iterator[Line]:
-    """Reads and verifies the lines after line ``number``, which has the digest ``head``; by default all lines.
+    """Reads and verifies lines from a site's record file (a log of messages, each line with a digest).
 
-    Crashes can leave truncated lines in the file. The next complete line then contains the digest of the truncated
-    lines as ``"torn"``.
+    Starts after line ``number``, which has the digest ``head``; by default reads all lines. Crashes can leave truncated
+    lines in the file. The next complete line then contains the digest of the truncated lines as ``"torn"``.
 
     Example:
         >>> first = write_line(START, {"round": 0})
