@@ -357,7 +357,7 @@ class Downlink(UpdateStep):
 
 
 class HeldModels(FederatedCallback):
-    """Callback with which :class:`Downlink` (compressed broadcasts) records the clients' model versions."""
+    """Callback of :class:`Downlink` (compressed broadcasts) that records each client's model version."""
 
     supports_vectorize = True
     keeps_privacy = True

@@ -99,7 +99,7 @@ class RoundSynchronisation(ABC):
 
     @abstractmethod
     def check_state(self, local: Any) -> None:
-        """Raises an error if the global models in the processes differ by more than rounding errors."""
+        """Raises an error if the processes' global models differ by more than rounding errors."""
 
     @abstractmethod
     def end_round(self) -> None:
@@ -107,7 +107,7 @@ class RoundSynchronisation(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Called after an error in this process. Afterwards this process does not wait for other processes."""
+        """Ends the cooperation after an error in this process, which then waits for no other process."""
 
     @abstractmethod
     def release(self) -> None:

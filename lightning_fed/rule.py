@@ -94,7 +94,7 @@ class RuleCapabilities:
         return None
 
     def tolerated(self, count: int) -> int:
-        """Returns the number of malicious clients tolerated among ``count`` clients.
+        """Returns the assumed maximum of malicious clients among ``count`` clients.
 
         Pooled BatchNorm statistics exclude this number of lowest and highest values.
         """
@@ -142,7 +142,7 @@ class Aggregator(RuleCapabilities, ABC):
 
     @abstractmethod
     def merge(self, other: Any) -> None:
-        """Adds the updates from another process's copy of this rule."""
+        """Adds the updates that another process's copy of this rule has received."""
 
     @abstractmethod
     def aggregate(self) -> State | None:
@@ -198,7 +198,7 @@ class AveragingAggregator(Aggregator):
         self.add_to(self.running, update, self.weight(update))
 
     def add_to(self, running: WeightedMean, update: ClientUpdate, weight: float) -> None:
-        """Adds an update to a running mean. Unsent (unchanged) entries are skipped."""
+        """Adds an update to a running mean. Entries that the client did not send count as unchanged."""
         moved = {
             name: value
             for name, value in update.state.items()

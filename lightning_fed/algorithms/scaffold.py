@@ -92,7 +92,7 @@ class SCAFFOLD(ChannelRule):
         return 1.0 if self.weighting == "uniform" else float(update.num_samples)
 
     def finish(self, state: State, part: Part) -> State:
-        """Updates the server's control variate :math:`c`. An entry that a client did not train adds 0."""
+        """Updates the server's control variate :math:`c`. Entries that a client did not train add 0."""
         control = dict(self.tensors["control"])
         for name, change in part.means["control"].mean().items():
             before = control.get(name, at_least_float32(torch.zeros_like(self._state[name])))

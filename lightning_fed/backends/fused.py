@@ -82,7 +82,7 @@ class BatchLoop:
         return is_last or trainer.should_stop or trainer.received_sigterm
 
     def prepare(self) -> None:
-        """Finds the hooks that module and callbacks implement, so that the loop calls only these hooks."""
+        """Finds the hooks that module and callbacks implement; the batch loop then calls only these hooks."""
         trainer, module, plugin = self._trainer, self._module, self._trainer.precision_plugin
         self._callbacks = {
             hook: [callback for callback in callbacks_of(trainer) if implements(callback, hook, L.Callback)]

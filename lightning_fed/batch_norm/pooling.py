@@ -103,10 +103,10 @@ def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | Non
 def limit_counts(
     reports: Sequence[Mapping[str, Tensor]], reported: Sequence[int], counted: Sequence[int]
 ) -> list[State]:
-    """Limits the numbers of positions in the clients' BatchNorm reports, if their numbers of examples are limited.
+    """Limits each client's number of averaged positions (BatchNorm), if the number of examples was limited.
 
-    The limit is the median number of positions per example. The client with the largest ratio of limited to reported
-    examples keeps the original number.
+    A position is one value that enters a channel's mean. The limit is the median number of positions per example, times
+    the client's examples. The client with the largest ratio of limited to reported examples keeps the original number.
 
     Args:
         reports: Client statistics from :meth:`InputStatistics.as_extras`.

@@ -1,4 +1,4 @@
-"""Entry point of the command line: dispatches to recipes and commands."""
+"""Entry point of the command line: runs a fit from a recipe (YAML file), or another command."""
 
 from __future__ import annotations
 

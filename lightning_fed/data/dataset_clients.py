@@ -257,7 +257,7 @@ class BatchRequest(NamedTuple):
 
 
 def count_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> int:
-    """Number of batches in a pass over the examples. A single example at the end is added to the previous batch."""
+    """Number of batches in a pass over the examples. A last batch with one example joins the previous batch."""
     full, rest = divmod(num_samples, batch_size)
     return full if drop_last or not rest or (rest == 1 and full) else full + 1
 

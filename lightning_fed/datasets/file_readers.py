@@ -1,4 +1,4 @@
-"""Functions that find and read the files of the package's data sets."""
+"""Functions that find and read the files of the built-in data sets."""
 
 from __future__ import annotations
 

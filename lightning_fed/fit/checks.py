@@ -60,7 +60,7 @@ _NO_DATA = (
 def find_loader_owner(
     trainer: L.Trainer, module: L.LightningModule, reason: str = _NO_DATA
 ) -> L.LightningDataModule | L.LightningModule:
-    """Returns the datamodule or module with a hook ``train_dataloader``. Without the hook, raises ``reason``."""
+    """Returns the datamodule or module with a hook ``train_dataloader``, or raises an error with ``reason``."""
     for owner in (datamodule_of(trainer), module):
         if owner is not None and is_overridden("train_dataloader", owner):
             return owner
@@ -292,8 +292,8 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
 def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
     """Refuses to resume if update steps or privacy callbacks differ from the checkpoint in order or options.
 
-    ``then`` (the checkpoint) and ``now`` (the fit) map an update step's name to a text with the options. ``then`` is
-    ``None`` if the checkpoint lacks this mapping.
+    ``then`` (from the checkpoint) and ``now`` (from the fit) map an update step's name to a text with the options.
+    ``then`` is ``None`` if the checkpoint lacks this mapping.
     """
     old = "which the checkpoint does not record" if then is None else ", ".join(then.values()) or "none"
     new = ", ".join(now.values()) or "none"

@@ -397,7 +397,7 @@ def monitored_names(fit: FederatedFit) -> list[str]:
 
 
 def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
-    """Maps each monitored metric to the BatchNorm statistics used for its value, such as ``"pooled"``."""
+    """Maps each logged name that a callback monitors to the kind of BatchNorm statistics in use (``"pooled"``)."""
     of_global = fit.batch_norm.unseen or ("pooled" if fit.batch_norm.is_reported else "model")
     return {
         name: "own" if fit.batch_norm.has_own and name.startswith(("fed/", "client/")) else of_global

@@ -1,4 +1,4 @@
-"""Options of a fit, chosen by the user and constant during the fit."""
+"""Options for a fit, chosen by the user and constant during the fit."""
 
 from __future__ import annotations
 

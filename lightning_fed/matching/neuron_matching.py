@@ -342,7 +342,7 @@ def _numbers(name: str, value: float | Tensor, like: Tensor, shape: tuple[int, .
 
 
 def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns initial variances of client and global neurons, shape ``(D,)``: half the values' variance.
+    """Returns initial variances, shape ``(D,)``, for client and global neurons: half the variance of all values.
 
     Columns in a block (with a size in ``sizes``) share a variance. For equal values, the client variance is infinite.
     """

@@ -117,7 +117,7 @@ class Tracer:
     # --- parameters ---------------------------------------------------------------------------------------------------
 
     def axis(self, view: ParameterView, dim: int, role: str) -> Tensor:
-        """Returns the neuron ids for an entry's axis, and records the axis's role (input, output or vector)."""
+        """Returns the neuron ids on axis ``dim`` of a parameter, and stores ``role`` (input, output or vector)."""
         key = view.name, view.axes[dim]
         if key not in self.axes:
             self.axes[key] = self.union_find.add(view.shape[dim])

@@ -1,4 +1,4 @@
-"""Mean entropy of a model's class probabilities or features over all pixels, as a torchmetrics metric."""
+"""Mean entropy over all pixels, from class probabilities or features, as a torchmetrics metric."""
 
 from __future__ import annotations
 

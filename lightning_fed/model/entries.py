@@ -44,7 +44,7 @@ BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Slot(NamedTuple):
-    """Location of a parameter or buffer: layer and attribute name. ``path`` is the name in ``named_parameters()``."""
+    """Location of a parameter or buffer: layer and attribute name. ``path``: the name in ``named_parameters()``."""
 
     path: str
     layer: nn.Module

@@ -363,7 +363,7 @@ class PrivateSum(Held):
         self.members += other.members
 
     def release(self) -> Sequence[Arrived]:
-        """Returns one update: the noised mean over the round's clients, or without clients the noised old model."""
+        """Returns one update: the noised mean over the round's clients; without clients, the old model plus noise."""
         state = self._step.release(self.total, self.short_count)
         return [(ClientUpdate("sum", 1, state, members=self.members), self._step.state)]
 
@@ -492,7 +492,7 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
 
 
 def step_length(steps: State) -> float:
-    """Euclidean norm of an update, over all entries."""
+    """Euclidean norm of an update over all model entries together."""
     return math.sqrt(sum(float(to_float64(step).square().sum()) for step in steps.values()))
 
 
@@ -502,7 +502,7 @@ def clip_factor(length: float, clip: float) -> float:
 
 
 def rounding_of(state: State, length: float) -> float:
-    """Upper bound for the norm of all rounding errors in ``state`` plus an update with norm ``length``."""
+    """Upper bound for the norm of all rounding errors in ``state`` plus an update with the norm ``length``."""
     return sum(
         float(torch.finfo(value.dtype).eps * (to_float64(value).square().sum().sqrt() + length))
         for value in state.values()

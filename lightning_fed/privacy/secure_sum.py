@@ -235,7 +235,7 @@ class RingSum(Held):
             self.total[name] = in_ring(total.long() - part.reshape(total.shape).to(total.device).long())
 
     def discard(self, reason: str) -> None:
-        """Marks the round's sum as failed for ``reason``, unless another reason is stored already."""
+        """Rejects the round's secure sum for ``reason``, unless another reason is stored already."""
         self._fault = self._fault or reason
 
     def release(self) -> Sequence[Arrived]:

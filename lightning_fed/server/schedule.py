@@ -246,7 +246,7 @@ class Schedule:
         return share > 0 and bool(self._generator(_DROPOUT, round, client_key(client)).random() < share)
 
     def visit_of(self, round: int, client: Client, is_straggler: bool = False) -> Visit:
-        """Plans a client's turn in a round (a visit). A straggler gets less work, but the same seed."""
+        """Plans a client's training in a round (a visit). A straggler gets less work, but the same seed."""
         key = client_key(client)
         seed = derive_seed(self.seed, round, _VISIT, key)
         epochs, steps, portion = self.local_epochs, self.local_steps, None

@@ -94,7 +94,7 @@ class Chain:
 
     @property
     def is_coded(self) -> bool:
-        """True if a step encodes updates, so that a sent update differs from a model in names, shapes or dtypes."""
+        """True if a step encodes updates, so that a sent update has other names, shapes or dtypes than a model."""
         return self._num_whole < len(self.steps)
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -159,7 +159,7 @@ class Chain:
         return next((held for held in reversed(self.held) if held is not None), self.rule)
 
     def aggregate(self) -> State | None:
-        """Passes all collected updates to the rule, and computes the new state.
+        """Passes all collected updates to the aggregation rule, and returns the new shared entries.
 
         Raises ``BadUpdates`` for invalid updates. The caller may call again after these clients are excluded.
         """

@@ -65,7 +65,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RandomEffects(Estimate):
-    """Mean difference over sites, Cochran's Q, the variance between sites, and its share in all variance (I^2)."""
+    """Random-effects estimate over sites: mean difference, Cochran's Q, variance between sites, and I^2.
+
+    ``i_squared`` is the share of the variance between sites in the total variance.
+    """
 
     fixed: Floats
     q: Floats

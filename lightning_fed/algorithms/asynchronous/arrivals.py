@@ -1,4 +1,4 @@
-"""Arrival order of the client updates: simulated by a virtual clock, or read from a file."""
+"""Arrival times of client updates: simulated by a virtual clock, or read from a file."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ class FedMA(Aggregator):
 
     @property
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:
-        """Stage (set of layers) matched in this round, and the pass over all stages; ``None`` if no pass continues."""
+        """Layers matched in this round, and the progress of the matching pass; ``None`` if no pass continues."""
         current = self._open_pass
         if current is None or current.round != self._info.round:
             return None

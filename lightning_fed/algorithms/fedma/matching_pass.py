@@ -1,4 +1,4 @@
-"""Progress in a FedMA matching pass (one stage per round), and extra tensors in FedMA's messages."""
+"""Progress of FedMA's matching (some layers per round), and additional tensors in FedMA's messages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MatchingPass:
 
     @property
     def step(self) -> Tensor:
-        """Tensor with two integers: first round of the pass, and number of matched stages (sets of layers)."""
+        """Tensor with two integers: the pass's first round, and the number of matched sets of layers."""
         return torch.tensor([self.origin, self.stage])
 
     @property

@@ -51,7 +51,7 @@ class SampledClasses:
 
     @property
     def needs_target(self) -> bool:
-        """True if the correction of an example's logits depends on the label, as with the objective "negonly"."""
+        """True if the correction for an example's logits depends on the label, as with the objective "negonly"."""
         return self.objective == "negonly"
 
     def check_among(self, num_classes: int) -> None:

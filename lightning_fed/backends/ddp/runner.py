@@ -158,7 +158,7 @@ class RankRunner(ClientRunner):
 
 
 class RankSide(RemoteServerSide):
-    """Represents the server in each DDP process. The first process writes files after all processes have read."""
+    """Server interface in each DDP process. The first process writes files after all processes have read."""
 
     def start(self, fit: FederatedFit) -> None:
         strategy = fit.trainer.strategy

@@ -35,7 +35,7 @@ def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> l
 
 
 def write_node_key(folder: Path, name: str) -> list[Path]:
-    """Writes a node's key pair ``<name>.key`` and ``<name>.key.pub``, in the format of ``ssh-keygen -t ecdsa``."""
+    """Writes a key pair for a node: ``<name>.key`` and ``<name>.key.pub``, as ``ssh-keygen -t ecdsa`` does."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     private, public = folder / f"{name}.key", folder / f"{name}.key.pub"
     if private.exists():

@@ -1,4 +1,4 @@
-"""Kept rounds: stores updates and models, to repeat a round and to certify a run."""
+"""Stores updates and models of recent rounds, to repeat a round and to certify a run."""
 
 from lightning_fed.lazy_names import attach_names as _attach_names
 

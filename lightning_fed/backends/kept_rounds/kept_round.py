@@ -1,4 +1,4 @@
-"""Kept rounds: updates and models in a folder with bounded size, to repeat a round and to certify a run."""
+"""Stores updates and models in a folder with bounded size, to repeat a round and to certify a run."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ _MOST_VERSIONS = 4  # of a client's stored state in a run, independent of the nu
 
 @dataclass(frozen=True)
 class Plan:
-    """Description of a deployment for simulation.
+    """Deployment to simulate.
 
     The functions ``federation`` and ``model`` are called in every process, and ``data`` in a client's process. If
     ``data`` is ``None``, the data are artificial. ``model_bytes`` is the real model's size; if ``None``, the size of

@@ -24,7 +24,7 @@ def find_quantile(values: Sequence[float], share: float) -> float:
 
 
 def rank_outcomes(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Sorts rehearsals, worst first: most violated guarantees, fewest rounds, most exclusions, longest duration."""
+    """Sorts simulated runs, worst first: violated guarantees, few rounds, exclusions, long duration."""
     return sorted(
         outcomes, key=lambda one: (-len(one.violations), one.rounds, -sum(one.excluded.values()), -one.hours, one.seed)
     )

@@ -1,4 +1,4 @@
-"""Virtual time, machines and disks: a deterministic simulation of a deployment in one thread."""
+"""Virtual time, machines and disks, for a deterministic simulation of a deployment in one thread."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ _LARGEST = 2**20  # bytes; limit for the policy file
 
 
 class PolicyError(Exception):
-    """Raised for an unreadable site policy. The site then answers none of the server's messages."""
+    """Raised for an unreadable site policy. The site then refuses all messages from the server."""
 
 
 class Refusal(ClientFault):

@@ -39,7 +39,7 @@ _LOW_TOLERANCE = 0.1  # tolerance for low precision
 
 
 def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str], batch: Any) -> bool:
-    """Trains two clients on a batch, simultaneously and one by one. Raises ``Obstacle`` if the results differ.
+    """Trains two clients on one batch, together and one by one. Raises ``Obstacle`` if the results differ.
 
     Returns true if ``training_step`` draws random numbers. Restores the module's values, metrics and attributes, but
     not the random generators.

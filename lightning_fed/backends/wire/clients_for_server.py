@@ -399,7 +399,7 @@ class _Steps:
 
 
 def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
-    """Returns the step counts and loss scale that a client reports. Invalid values raise ``BadUpdate``."""
+    """Returns a client's step counts and loss scale after training. Invalid values raise ``BadUpdate``."""
     if said.steps > most:
         raise BadUpdate(f"the client reports {said.steps} steps, but at most {most} are possible")
     after: Any = said.after

@@ -400,7 +400,7 @@ def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, 
 
 
 def unreadable(error: Exception) -> str:
-    """Formats the reason to exclude a client, after ``error`` was raised while reading the client's answer."""
+    """Formats the reason for excluding a client, after ``error`` was raised by reading the client's answer."""
     return one_line(
         f"the client's answer cannot be read: {error if isinstance(error, PacketError) else describe(error)}"
     )

@@ -115,9 +115,9 @@ def check_public(public: bytes) -> None:
 
 
 def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least: int) -> None:
-    """Checks all clients' public keys (``peers``) before a client shares secrets. ``own``: the client's keys.
+    """Checks all clients' public keys (``peers``) before a client shares secrets. ``own``: this client's keys.
 
-    Raises ``SumError`` if keys are missing or equal, or ``least``, the number of clients needed to restore a secret, is
+    Raises ``SumError`` for missing or equal keys, or if ``least`` (the number of clients needed to restore a secret) is
     not a majority: one half of the clients could then restore the seed, and the other half the pairing secret.
     """
     if peers.get(client) != own:

@@ -97,7 +97,7 @@ class ServerSum:
         return {client: dict(zip(peers, rows, strict=True)) for client, rows in self._ask("open", peers, fields)}
 
     def _is_at_fault(self, client: Client, opened: Mapping[Client, Mapping[Client, bytes]]) -> bool:
-        """Excludes a client, and returns ``True``, if too few clients could decrypt shares of the client's secrets."""
+        """Excludes a client, and returns ``True``, if too few other clients could decrypt its secret shares."""
         missing = sum(rows[client] != OPENED for rows in opened.values())
         if not missing:
             return False

@@ -83,7 +83,7 @@ class Transport(ABC):
 
     @abstractmethod
     def pull(self, name: str) -> Answer | None:
-        """Returns the answer to the message ``name``, or ``None`` if the answer has not arrived."""
+        """Returns the answer to the message with the name ``name``, or ``None`` if the answer has not arrived."""
 
     @abstractmethod
     def connection(self, client: Client) -> int | str | None:

@@ -1,4 +1,4 @@
-"""Plausibility checks of a client's evaluation, by comparison with example counts and with other clients."""
+"""Plausibility checks for a client's evaluation results, by comparison with example counts and other clients."""
 
 from __future__ import annotations
 

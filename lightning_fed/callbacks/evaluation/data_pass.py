@@ -186,7 +186,7 @@ def evaluate_data(
 
 
 def _variances(module: L.LightningModule, report: EvaluationReport) -> dict[str, float]:
-    """Sampling variances, by name, of a client's logged values that are means over examples, such as an accuracy."""
+    """Sampling variance, by name, for a client's logged means over examples, such as an accuracy."""
     count, metrics = report.num_samples, named_metrics(module)
     if count < 2:
         return {}
@@ -212,7 +212,7 @@ def _values_with_history(
     keeps: bool,
     metrics: Sequence[Metric],
 ) -> set[str]:
-    """Finds logged values that depend on earlier epochs: changes stored numbers and repeats the epoch-end hook."""
+    """Finds logged values that depend on earlier epochs: changes stored numbers and runs the epoch-end hook again."""
     names = _written_numbers(module)
     if not metrics and not names:
         return set()
@@ -370,7 +370,7 @@ def _run_end(
 def compute_states(
     module: L.LightningModule, reports: Mapping[Client, EvaluationReport]
 ) -> dict[Client, dict[str, float]]:
-    """Computes metric values from each client's metric states, by client and key (:func:`state_key`)."""
+    """Computes metric values from each client's metric states, by client and by the key from :func:`state_key`."""
     values: dict[Client, dict[str, float]] = {}
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module))
