@@ -79,8 +79,10 @@ class RoundSynchronisation(ABC):
     """Synchronises processes with different clients, at the start and the end of a round.
 
     Attributes:
-        visit_costs: Durations of earlier visits (:class:`~lightning_fed.data.round_plan.VisitCosts`), to balance work.
-        driver: Class to run the visits: a :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
+        visit_costs: Durations of clients' training in earlier rounds
+            (:class:`~lightning_fed.data.round_plan.VisitCosts`), to balance work.
+        driver: Class for the training of the round's clients: a
+            :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
     """
 
     visit_costs: Any

@@ -27,7 +27,7 @@ class RoundInfo:
         untrained: Names of parameters without gradient and of constant buffers, which training rarely changes.
         sliced: Names of entries of which clients receive only some rows.
         seed: The federation's seed. An update step derives random numbers from seed, round and client.
-        refused: Reasons by client, for clients with an invalid update in this round.
+        refused: For clients with an invalid update in this round, the reason for the exclusion.
     """
 
     round: int

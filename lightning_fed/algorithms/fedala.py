@@ -35,16 +35,16 @@ _MOST_EPOCHS = 100
 
 
 class AdaptiveAggregation(FederatedCallback):
-    r"""Starts each client's visit from a learned mixture of the client's last model and the global model (FedALA).
+    r"""Starts each local training from a learned mixture of the client's last model and the global model (FedALA).
 
     .. math:: \hat\theta_i = \theta_i + W_i \odot (\theta - \theta_i)
 
     Only the last layers are mixed. The mixture combines the client's last model :math:`\theta_i` and the global model
     :math:`\theta` with elementwise weights :math:`W_i` in [0, 1], initially 1. All other layers are copied from the
-    global model. Each visit trains the weights in one pass over a share of the client's data. The client's second visit
-    repeats the pass until the weights converge (standard deviation below 0.1 over 10 losses, as in the authors'
-    program), at most 100 times. The first visit starts from the global model. Reference: Zhang et al., AAAI 2023,
-    equations 4 to 6.
+    global model. Before each local training, the weights are trained in one pass over a share of the client's data. The
+    client's second round repeats the pass until the weights converge (standard deviation below 0.1 over 10 losses, as
+    in the authors' program), at most 100 times. The first round starts from the global model. Reference: Zhang et al.,
+    AAAI 2023, equations 4 to 6.
 
     .. math:: W_i \leftarrow \mathrm{clip} \left( W_i - \eta \, \nabla_{\hat\theta_i} F_i \odot (\theta - \theta_i),
         0, 1 \right)
@@ -182,9 +182,9 @@ def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tens
 class FedALA(Method):
     """Adaptive local aggregation: clients mix the last layers of the global model and their last model.
 
-    The weights are learned elementwise before each visit (:class:`~lightning_fed.callbacks.AdaptiveAggregation`).
-    Messages and averaging are as in ``aggregator``. Evaluation uses each client's last model. Reference: Zhang et al.,
-    AAAI 2023.
+    The weights are learned elementwise before each local training
+    (:class:`~lightning_fed.callbacks.AdaptiveAggregation`). Messages and averaging are as in ``aggregator``. Evaluation
+    uses each client's last model. Reference: Zhang et al., AAAI 2023.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, and a weight for each element in the mixed layers.

@@ -24,7 +24,7 @@ from lightning_fed.rule import Aggregator
 
 
 class HeadThenBody(FederatedCallback):
-    """Trains the personal entries (the head) in the first epochs of a visit, then the shared entries (the body).
+    """Trains the personal entries (the head) in the first local epochs, then the shared entries (the body).
 
     While the head trains, the body is frozen, and vice versa. Frozen parameters have no gradient, so momentum and
     weight decay do not change these parameters. BatchNorm's running statistics change in both phases. Parameters frozen

@@ -26,7 +26,7 @@ class SCAFFOLD(ChannelRule):
         c \leftarrow c + \frac{1}{N} \sum_{i \in S} (c_i^+ - c_i)
 
     Here :math:`S` are the round's clients, :math:`N` is the number of all clients, and :math:`c` and :math:`c_i` start
-    at 0. After the visit
+    at 0. After the local training
 
     .. math:: c_i^+ = \frac{1}{K} \sum_k g_k
 

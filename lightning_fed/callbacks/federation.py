@@ -79,7 +79,7 @@ class Federation(TrainerCallback):
         partition: Split of the training data into clients; ``None`` if the data are a
             :class:`~lightning_fed.data.FederatedDataModule`.
         clients_per_round: Number of clients in a round (int) or fraction of all (float in (0, 1]).
-        local_epochs: Passes over a client's data in a visit.
+        local_epochs: Passes over a client's data in a visit (one client's training in a round).
         local_steps: Batches in a visit; replaces ``local_epochs``.
         personal: Entries that stay on each client and are never averaged: name patterns (``"head.*"``) and module
             types.
@@ -646,8 +646,8 @@ def scheduler_steps(trainer: L.Trainer) -> int | float:
 
     Use the number as ``total_steps`` of ``OneCycleLR``, or as ``num_training_steps`` of a warm-up, in
     ``configure_optimizers``. In a federation, a round advances the scheduler by the (median) number of steps in one
-    visit, while ``trainer.estimated_stepping_batches`` counts the steps of all clients. Without a federation the
-    function returns Lightning's number: ``inf`` for a fit without a limit.
+    client's training, while ``trainer.estimated_stepping_batches`` counts the steps of all clients. Without a
+    federation the function returns Lightning's number: ``inf`` for a fit without a limit.
 
     Raises:
         MisconfigurationException: If the clients' data are on other machines.

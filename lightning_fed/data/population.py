@@ -91,9 +91,10 @@ class Population(ABC):
     Attributes:
         has_raised: Whether the traceback of a client's exception was already logged.
         sampling: Draws the examples of every training batch, such as ``privacy.poisson.PoissonSampling``; if ``None``,
-            a visit passes over all examples.
-        local_steps: Number of batches in a visit, also if dataloaders have no length; if ``None``, whole passes.
-        local_epochs: Number of passes in a visit if ``local_steps`` is ``None``.
+            training passes over all examples.
+        local_steps: Number of batches for a client in a round, also if dataloaders have no length; if ``None``, whole
+            passes.
+        local_epochs: Number of passes over a client's data in a round if ``local_steps`` is ``None``.
         round: Current round. A sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` in every round.
         overfit_batches: The Trainer's option: number or fraction of a client's first batches used for training in every
             pass, without shuffling; 0 for all batches.

@@ -39,7 +39,7 @@ class FailedRounds:
         errors: Mapping[Client, Exception] | None = None,
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Counts a round without a new model. ``errors``: exceptions of failed clients in this process.
+        """Counts a round without a new global model. ``errors``: exceptions of failed clients in this process.
 
         Raises:
             Exception: If all clients of the round (at least two, or the federation's only client) fail with exceptions

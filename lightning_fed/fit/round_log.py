@@ -146,7 +146,7 @@ class RoundLog:
             logger.log_metrics({**shown, "epoch": round}, step=log_position(trainer))
 
     def _curves(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Values for TensorBoard, with megabytes in place of bytes. Counts that have never changed are omitted."""
+        """Values for TensorBoard, with megabytes in place of bytes and without counts that never changed in the fit."""
         curves = {}
         for name, value in values.items():
             if not isinstance(value, int) or value != self._first_counts.setdefault(name, value):

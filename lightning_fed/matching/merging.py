@@ -31,7 +31,7 @@ from lightning_fed.numerics.trees import move_tensors
 
 
 class MergedGroup(NamedTuple):
-    """Statistics of merging one permutation group: widths, matched neurons and time.
+    """Statistics of merging one permutation group (exchangeable neurons): widths, matched neurons and time.
 
     Attributes:
         name: Group name.

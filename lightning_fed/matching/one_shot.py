@@ -39,11 +39,12 @@ _ROLES: dict[str, tuple[Role, ...]] = {"fedma": ("out", "vec"), "pfnm": ("out", 
 
 
 class StateMatch(NamedTuple):
-    """Result of merging several network states.
+    """Result of merging several state dicts.
 
     Attributes:
         state: Merged state, in which each neuron is the mean over the matched neurons.
-        groups: Merged permutation groups. :func:`~lightning_fed.matching.resize_module` sets these widths in a module.
+        groups: Permutation groups (exchangeable neurons) in the merged network.
+            :func:`~lightning_fed.matching.resize_module` sets these widths in a module.
         assignments: For each network and group the neurons' indices in the merged network: int64, shape ``(neurons,)``.
         agreement: Fraction of the squared neuron norms that averaging preserves, for each group.
         seconds: Time for matching each group, without :func:`~lightning_fed.matching.align_networks`.

@@ -27,7 +27,7 @@ Role: TypeAlias = Literal["out", "in", "vec", "both"]
 
 
 class GroupEntry(NamedTuple):
-    """Positions of a permutation group's neurons on one axis of a state dict entry.
+    """Positions of a permutation group's neurons (exchangeable neurons) on one axis of a parameter or buffer.
 
     Attributes:
         positions: Indices on the axis, int64, shape ``(neurons, copies)``; a flattened channel has several positions
@@ -142,7 +142,7 @@ def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> l
 def permute_neurons(
     state: Mapping[str, Tensor], groups: Sequence[PermutationGroup], orders: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Permutes the neurons in a network's state.
+    """Permutes the neurons in a network's state dict.
 
     Args:
         state: Any network entries. Entries outside the groups are returned unchanged.
@@ -194,7 +194,7 @@ def slice_neurons(
 def grow_neurons(
     state: Mapping[str, Tensor], groups: Sequence[PermutationGroup], assignments: Sequence[Tensor], sizes: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Expands a network's state to a wider network. Existing neurons move to given indices; new neurons are 0.
+    """Expands a network's state dict to a wider network. Existing neurons move to given indices; new neurons are 0.
 
     The network computes the same function. :func:`slice_neurons` with the same indices is the inverse.
 

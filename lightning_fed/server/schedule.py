@@ -109,20 +109,20 @@ class Availability:
 
 
 class Schedule:
-    r"""Draws each round's cohort, stragglers, dropouts and seeds.
+    r"""Draws each round's clients (cohort), stragglers (clients with less work), dropouts and seeds.
 
     Clients are drawn uniformly without replacement: :math:`m = \max(\lceil C K \rceil, 1)` from all :math:`K` clients
-    for a fraction :math:`C` (McMahan et al. 2017). With the straggler fraction :math:`\delta`, a cohort with
-    :math:`m` clients has :math:`m - \mathrm{round}(m (1 - \delta))` stragglers, each with a number of epochs drawn
-    uniformly from 1 to ``local_epochs`` - 1 (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020,
-    and the published code). With ``local_steps``, the draw is over steps instead of epochs; with one epoch, over
-    batches. Each drawn client fails to report with probability ``client_dropout``.
+    for a fraction :math:`C` (McMahan et al. 2017). With the straggler fraction :math:`\delta`, a cohort with :math:`m`
+    clients has :math:`m - \mathrm{round}(m (1 - \delta))` stragglers, each with a number of epochs drawn uniformly from
+    1 to ``local_epochs`` - 1 (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, and the
+    published code). With ``local_steps``, the draw is over steps instead of epochs; with one epoch, over batches. Each
+    drawn client fails to report with probability ``client_dropout``.
 
     Args:
         seed: Seed for the draws, not negative.
         clients_per_round: Number of clients (int), or fraction (float in (0, 1]).
-        local_epochs: Passes over a client's data in a visit.
-        local_steps: Batches in a visit; replaces ``local_epochs``.
+        local_epochs: Passes over a client's data in a round.
+        local_steps: Batches for a client in a round; replaces ``local_epochs``.
         availability: Settings for stragglers and dropouts.
 
     Attributes:

@@ -29,7 +29,7 @@ class FedFusion(Method):
         levels: Positions or keys of the tensors to fuse, if the layer returns several, as in segmentation encoders.
         ema: Share of the previous weights in the moving average for "multi" and "single".
         eval_reference: Model for the global features in evaluation: the previous or the current global model.
-        cache_global_features: Whether to cache the global features of a client's examples during the visit.
+        cache_global_features: Whether to cache the global features of a client's examples during the training.
         conv_init: Initialisation for "conv".
         conv_bias: Whether to add a bias to "conv".
         aggregator: The aggregation method, by name or as an object.

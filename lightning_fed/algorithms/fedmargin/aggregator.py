@@ -57,7 +57,7 @@ _CLIENTS_BY_NAME = 20
 
 @dataclass
 class MarginReport:
-    """FedMargin's prototype margins and client weights in one round. All lists have the order of ``clients``.
+    """Margins between class prototypes, and client weights, in a FedMargin round. Lists have the order of ``clients``.
 
     Args:
         clients: Clients, in order of arrival.

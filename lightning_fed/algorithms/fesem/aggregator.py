@@ -34,7 +34,7 @@ class FeSEM(Aggregator):
 
     Each client in the round is assigned to the centre nearest to the client's new model. Then each centre becomes the
     mean over the assigned clients. A centre without clients in the round does not change, and absent clients keep their
-    assignments. A client's visit starts from the assigned centre. Reference: Xie et al., 2020, "FeSEM".
+    assignments. A client's training starts from the assigned centre. Reference: Xie et al., 2020, "FeSEM".
 
     The first round uses federated averaging, and the clients' models initialise the centres. ``"k-means++"`` stores all
     models until the end of the round and clusters the models (:func:`~lightning_fed.algorithms.fesem.k_means`).

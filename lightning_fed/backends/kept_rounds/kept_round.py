@@ -32,7 +32,7 @@ _PACKAGES = "lightning-fed", "lightning", "torch"
 class KeepRounds(FederatedCallback):
     """Stores every round's updates and models on the server, for `lightning-fed replay` and `lightning-fed certify`.
 
-    The updates of single clients may reveal private data: protect the folder like the data. Each round's record
+    The updates of single clients may reveal private data: protect the folder like the data. Each round's JSON file
     (clients, method, versions, metrics, digests) stays in the folder, also after the deletion of updates and models.
 
     Args:

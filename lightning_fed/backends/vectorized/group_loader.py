@@ -33,7 +33,7 @@ class GroupLoader(RoundLoader):
         draws: Whether training also draws from Python's and NumPy's generators, not only from PyTorch's.
 
     Attributes:
-        numbers: Random generators of the current group's clients; ``None`` for a single client.
+        numbers: Random generators for the clients in training; ``None`` for a single client.
     """
 
     def __init__(self, *arguments: Any, size: int, is_equal: bool, draws: bool) -> None:

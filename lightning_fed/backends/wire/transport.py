@@ -167,8 +167,8 @@ class Transport(ABC):
         """Waits for the next answer to one of ``messages``. Returns the client and the answer.
 
         The answered message is removed from ``messages``. After the time limit for an answer, or a lost connection, the
-        answer is the reason. If a client's process restarts, the message is sent again, in the packet
-        ``again(client)``. After ``seconds`` without an answer, returns ``None``.
+        returned answer is a text with the reason. If a client's process restarts, the message is sent again, in the
+        packet ``again(client)``. After ``seconds`` without an answer, returns ``None``.
         """
         self._count_late()
         end = time.monotonic() + seconds

@@ -21,7 +21,7 @@ _MOST_NAMES = 1000
 
 @dataclass
 class EvaluationReport:
-    """Sums, metric states and values from the validation or test data of one client.
+    """Results of a client's evaluation: sums, metric states and values from validation or test data.
 
     Args:
         num_samples: Number of examples.
