@@ -35,7 +35,7 @@ class TrainerCallback(L.Callback):
 
 
 class RevertingCallback(L.Callback):
-    """Base class of callbacks that call ``revert`` after the end of a fit and after an exception."""
+    """Base class of callbacks that undo changes (method ``revert``) after the end of a fit and after an exception."""
 
     def revert(self) -> None:
         """Reverts this callback's changes to the user's objects. A second call must change nothing."""
@@ -121,7 +121,7 @@ class FederatedCallback(TrainerCallback):
     ) -> Iterator[None] | None:
         """Client side, after the last batch: may add extra tensors and metrics to the update, but not change weights.
 
-        To train a second model on the last batches of the visit, implement the hook as a generator: every ``yield``
+        To train a second model on the last batches of this training, implement the hook as a generator: every ``yield``
         waits for the training step on one batch (:class:`~lightning_fed.callbacks.PersonalModel`).
 
         Raising :class:`ClientFault` excludes the client.
@@ -135,7 +135,7 @@ class FederatedCallback(TrainerCallback):
         """Client side, after training (also after a failure): may revert the callback's changes to the module."""
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None] | None:
-        """Shares values between processes that train different clients, before :meth:`on_server_aggregate`.
+        """Exchanges values between processes that train different clients, before :meth:`on_server_aggregate`.
 
         Implement the hook as a generator: ``yield value`` sends a value (tensors, numbers and plain containers), and
         returns the values of all processes in rank order. Required if :meth:`on_server_aggregate` uses data collected

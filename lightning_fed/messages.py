@@ -159,7 +159,7 @@ def sent_entries(message: Broadcast | ClientUpdate) -> State:
 
 
 def message_bytes(message: Request | Broadcast | ClientUpdate) -> int:
-    """Size of a message's sent tensors in bytes. Equal row indices in a request are counted once."""
+    """Size in bytes of the tensors sent by a message. Equal row indices in a request are counted once."""
     entries = distinct(message.rows) if isinstance(message, Request) else sent_entries(message)
     return tensor_bytes(entries) + tensor_bytes(message.extras)
 

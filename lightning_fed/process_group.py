@@ -140,7 +140,7 @@ def process_group_of(trainer: L.Trainer) -> ProcessGroup:
 
 
 def sharing_strategy(trainer: L.Trainer) -> ClientSharing | None:
-    """Returns the Trainer's strategy if several processes train different clients, or ``None``."""
+    """Returns the Trainer's strategy if several processes train different clients; otherwise ``None``."""
     strategy = trainer.strategy
     return strategy if isinstance(strategy, ClientSharing) and strategy.process_group.size > 1 else None
 

@@ -227,7 +227,7 @@ class ChannelRule(AveragingAggregator):
         self.parts[key] = part
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds an update and the tensors for its channels to ``part``. An invalid update must not change ``part``."""
+        """Adds an update, with the method's tensors ``up``, to ``part``. An invalid update must not change ``part``."""
         self.add_to(part.running, update, self.weight(update))
         for title, values in up.items():
             if title in self.channels and self.channels[title].form == "entry":

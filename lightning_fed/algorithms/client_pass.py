@@ -61,10 +61,9 @@ def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
 
 
 def refuse_rows(broadcast: Broadcast, method: str) -> None:
-    """Refuses broadcasts with only some rows of an entry, because the method stores whole models on the clients.
+    """Refuses broadcasts with only some rows of a table, because the method stores whole models on the clients.
 
-    Raises:
-        MisconfigurationException: If the broadcast contains only some rows of an entry.
+    Raises: MisconfigurationException: If the broadcast contains only some rows of a table.
 
     Example:
         >>> import torch

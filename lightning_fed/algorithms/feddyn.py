@@ -89,7 +89,7 @@ class FedDyn(ChannelRule):
         return 1.0
 
     def finish(self, state: State, part: Part) -> State:
-        r"""Returns the mean of the client models, minus :math:`h / \alpha` with FedDyn's updated state :math:`h`."""
+        r"""Returns the mean of the client models minus :math:`h / \alpha` with the updated state :math:`h` (FedDyn)."""
         h = dict(self.tensors["h"])
         for name in trained_entries(self._info, state):
             mean = at_least_float32(state[name])

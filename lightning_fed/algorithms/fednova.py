@@ -39,9 +39,9 @@ class FedNova(ChannelRule):
         \tau = \sum_i p_i \lVert a_i \rVert_1
 
     Here :math:`p_i` is the client's share of all examples, and :math:`\lVert a_i \rVert_1` is the sum of the client's
-    step lengths. SGD turns a visit's gradients :math:`g_k` into :math:`x - y_i = \sum_k \alpha_k g_k`, and the length
-    is :math:`\sum_k \alpha_k`, one number per shared parameter. The client simulates the optimizer's steps with
-    gradient 1:
+    step lengths. In local training, SGD turns the gradients :math:`g_k` into :math:`x - y_i = \sum_k \alpha_k g_k`, and
+    the length is :math:`\sum_k \alpha_k`, one number per shared parameter. The client simulates the optimizer's steps
+    with gradient 1:
 
     .. math:: b_k = \rho b_{k-1} + (1 - \mu d_{k-1}), \qquad d_k = d_{k-1} + \eta_k b_k, \qquad
         \lVert a_i \rVert_1 = d_K
@@ -70,7 +70,7 @@ class FedNova(ChannelRule):
 
     Raises:
         MisconfigurationException: In ``fit``, if an optimizer is not ``torch.optim.SGD``, or clients keep the momentum
-            between rounds (``optimizer_state="keep"``), because the momentum contains gradients from earlier visits.
+            between rounds (``optimizer_state="keep"``), because the momentum contains gradients from earlier rounds.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo

@@ -93,7 +93,7 @@ class AttackCheck(FederatedCallback):
 
 
 def attacked_entries(state: State) -> list[str]:
-    """Names of the entries changed by attacks: floating-point entries, except BatchNorm's running statistics."""
+    """Names of the tensors changed by attacks: floating-point parameters and buffers, except running statistics."""
     return [
         name
         for name, value in state.items()

@@ -148,7 +148,7 @@ class Backdoor(DataAttack):
 
 
 def flip_labels(labels: Tensor, num_classes: int) -> Tensor:
-    """Maps class ``c`` to ``num_classes - 1 - c``. Other values are unchanged."""
+    """Flips labels: class ``c`` becomes ``num_classes - 1 - c``. Other values are unchanged."""
     is_class = (labels >= 0) & (labels < num_classes)
     return torch.where(is_class, num_classes - 1 - labels, labels)
 

@@ -262,7 +262,7 @@ class CommunicationReport(FederatedCallback):
 
 
 def top_level_parts(names: Sequence[str]) -> list[str]:
-    """Returns the names of the first submodules with siblings, such as ``head`` and ``body``, from entry names."""
+    """Returns the names of the outermost submodules with siblings, such as ``head`` and ``body``, from entry names."""
     paths = [name.split(".") for name in names]
     depth = 1
     while len({tuple(path[:depth]) for path in paths}) == 1 and all(len(path) > depth for path in paths):

@@ -67,7 +67,7 @@ def fingerprint(
 
 
 def parts(value: Any) -> Any:
-    """Returns a container's elements or an object's attributes, or ``None`` if a value has neither."""
+    """Returns a container's elements or an object's attributes, by key; ``None`` for a value without elements."""
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, list | tuple | deque):

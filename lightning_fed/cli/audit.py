@@ -1,4 +1,4 @@
-"""``lightning-fed audit``: prints and verifies a site's record file."""
+"""``lightning-fed audit``: prints and verifies a site's message log."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def run(args: Sequence[str]) -> None:
 def read_plan(
     parser: argparse.ArgumentParser, options: argparse.Namespace, fit_args: Sequence[str], **more: Any
 ) -> Plan:
-    """Builds a comparison's plan from parsed options. Invalid options end the program with an error message."""
+    """Builds the plan of a comparison from parsed options. Invalid options end the program with an error message."""
     # Imports torch: only after the parser, so errors and help are fast.
     from lightning_fed.compare.method_options import MethodChoice
     from lightning_fed.compare.plan import Plan

@@ -1,4 +1,4 @@
-"""``lightning-fed recipes``: lists or prints the package's recipes (training configurations in YAML)."""
+"""``lightning-fed recipes``: lists or prints the recipes (training configurations in YAML) in the package."""
 
 from __future__ import annotations
 

@@ -50,11 +50,11 @@ class ClientStore(ABC):
 
     @abstractmethod
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """Returns the store's state before round ``round`` for a checkpoint: tensors and primitives."""
+        """Returns the state of the store before round ``round``, for a checkpoint: tensors and primitives."""
 
     @abstractmethod
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the state from :meth:`checkpoint`. ``restore(0, {})`` removes all clients from the store."""
+        """Restores the store from the result of :meth:`checkpoint`. ``restore(0, {})`` removes all clients' state."""
 
     def start(self, process_group: ProcessGroup) -> None:  # noqa: B027 - optional
         """Prepares the store in each process, before the first round and again after :meth:`restore`."""
@@ -75,7 +75,7 @@ def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientSto
 
 
 class MemoryStore(ClientStore):
-    """Client store in memory and in every checkpoint, for up to hundreds of clients with small personal entries."""
+    """Store for clients' state in memory and in checkpoints, for up to hundreds of clients with small state."""
 
     def __init__(self) -> None:
         self._states: dict[Client, State] = {}

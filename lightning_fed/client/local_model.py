@@ -44,17 +44,15 @@ _KINDS = ("_parameters", "_buffers", "_modules")
 class LocalModel:
     """Loads the models of clients into the user's module, one client after another.
 
-    Shared entries come from the broadcast, and frozen entries from the server. Personal entries come from the client's
-    store, or before the client's first round from the server's initial values. When no client trains, the module has
-    the global model.
+    Shared entries come from the broadcast, frozen entries from the server, and personal entries from the client's store
+    (at first from the server's initial values). When no client trains, the module has the global model.
 
     Tensors outside ``state_dict`` pass no information between clients: buffers start with the round's initial values,
     and parameters must not change. Tensors and layers added in a client's training are removed afterwards, and restored
     after the round if all clients have added equal tensors.
 
-    Loading copies values into the module's parameters and buffers, except for sliced entries (tables with requested
-    rows). For these tables the client's rows replace the parameter's data, so the whole table is in memory
-    only once.
+    Loading copies values into the module's tensors. For sliced entries (tables of which clients request rows), the
+    client's rows instead replace the parameter's data, so the whole table is in memory only once.
 
     Args:
         module: The user's module.
@@ -65,8 +63,7 @@ class LocalModel:
 
     Attributes:
         server_entries: The server's values of parameters and buffers, if not sent.
-        dropped: Names of buffers with ``persistent=False`` that training changed. Every client's training starts
-            without these changes.
+        dropped: Names of buffers with ``persistent=False`` that training changed. No other client gets the changes.
     """
 
     def __init__(

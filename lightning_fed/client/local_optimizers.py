@@ -71,8 +71,7 @@ class LocalOptimizers:
     ) -> None:
         """Resets optimizers, schedulers and loss scale to the round's start, then loads the client's optimizer state.
 
-        ``packed`` is the optimizer state from the client's last round. ``rows`` lists pairs (parameter, row indices)
-        if the client receives only some rows of a parameter.
+        ``packed`` is this optimizer state. ``rows`` lists pairs (parameter, row indices) for partly received tables.
         """
         if self.mode == "continue":
             return

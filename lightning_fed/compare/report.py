@@ -104,7 +104,7 @@ def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: flo
 
 
 def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: int = 1) -> str:
-    """Formats the score table and notes in Markdown; for the arguments see :func:`summarize`."""
+    """Formats a comparison's scores and notes in Markdown. For the arguments see :func:`summarize`."""
     cells, parts, monitor = summarize(results, target, last), _parts(results), results[0]["monitor"]
     has_test = any(cell.test for cell in cells.values())
     has_target = any(cell.rounds_to_target for cell in cells.values())

@@ -42,8 +42,8 @@ class LoaderClients(Population):
     Args:
         loaders: Maps clients to loaders. A client may have several loaders (a ``CombinedLoader``, mapping or sequence),
             and a batch then contains one batch per dataloader. The mapping may build dataloaders on access.
-        is_plain: Whether the federation has a single client with the data of a plain fit; the dataloader then needs
-            neither a length nor a data set.
+        is_plain: Whether the federation has a single client, as in a fit without federation. The client's dataloader
+            then needs neither a length nor a data set.
         class_numbers: Maps class names to class numbers. A client with contradictory numbers is refused.
     """
 
@@ -115,7 +115,7 @@ class LoaderClients(Population):
         return sized_len(loader) is None or not isinstance(getattr(leading, "dataset", None), Sized)
 
     def gives_all(self, client: Client) -> bool:
-        """True if a pass over the dataloader returns every example, without dropped or randomly drawn examples."""
+        """True if a pass over the dataloader contains every example: nothing is dropped or drawn with replacement."""
         return self._gives_all(self._loader(client))
 
     def _gives_all(self, loader: Any) -> bool:

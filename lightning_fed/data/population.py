@@ -288,7 +288,7 @@ _training_threads: list[int] = []
 
 @contextmanager
 def in_one_thread() -> Iterator[None]:
-    """Context for a fit. Refuses a fit in a second thread, because threads share the global generators."""
+    """Context for a fit. Raises an error for a fit in a second thread, because threads share the global generators."""
     thread = threading.get_ident()
     _training_threads.append(thread)
     try:

@@ -1,4 +1,4 @@
-"""Time limit for client visits, enforced during data loading and training steps."""
+"""Time limit for one client's training in a round, enforced during data loading and training steps."""
 
 from __future__ import annotations
 

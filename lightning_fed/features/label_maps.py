@@ -54,7 +54,7 @@ def class_indices(
 
 
 def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
-    """Returns the label of void pixels as an integer or ``None``. ``"auto"`` is 255, unless 255 is a class."""
+    """Returns the label of void pixels (pixels without a class), or ``None``. ``"auto"``: 255 unless 255 is a class."""
     if ignore_index != "auto":
         return ignore_index
     return _VOID_OF_8_BITS if num_classes <= _VOID_OF_8_BITS else None

@@ -68,7 +68,7 @@ def find_loader_owner(
 
 
 def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.Callback]) -> None:
-    """Adds the callbacks ``needed`` directly after ``callback``. Classes already in the Trainer are skipped."""
+    """Adds the callbacks ``needed`` to the Trainer, directly after ``callback``. Skips classes that the Trainer has."""
     callbacks = callbacks_of(trainer)
     for addition in needed:
         if not any(isinstance(present, type(addition)) for present in callbacks):

@@ -197,7 +197,7 @@ class FederatedFit:
         cohort: The clients in the current or last round.
         rounds: Number of finished rounds.
         number: Number of earlier fits with this Trainer.
-        clock: Time limit for visits; ``None`` without a limit.
+        clock: Time limit for a client's training in a round; ``None`` without a limit.
         limit_visit: Function that returns a context with this time limit.
         synchronisation: Synchronisation of several processes in a round; ``None`` with one process.
         warned: Subjects passed to :meth:`record_warning` so far.
@@ -205,7 +205,8 @@ class FederatedFit:
         batch_norm: Treatment of BatchNorm's running statistics.
         fastest: Choice for ``visits="fastest"``: number of simultaneous clients (0 before the choice), and the measured
             speed-up.
-        averages: Lightning's weight averaging in this fit; ``None`` without such a callback, and in a plain fit.
+        averages: Lightning's weight averaging in this fit; ``None`` without such a callback, and in a fit without
+            federation.
     """
 
     trainer: L.Trainer
@@ -255,7 +256,7 @@ class FederatedFit:
 
     @property
     def is_batch_norm_fixed(self) -> bool:
-        """True if BatchNorm uses fixed running statistics in this round's training (``FixedStatistics``)."""
+        """True if BatchNorm layers keep fixed running statistics in this round's training (``FixedStatistics``)."""
         option, epoch = self.options.batch_norm, self.trainer.current_epoch
         return option == "frozen" or (isinstance(option, FixedStatistics) and epoch >= option.after)
 

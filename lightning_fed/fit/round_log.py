@@ -200,8 +200,7 @@ def describe_end(
 ) -> str:
     """Formats a fit's results as a table: sums over rounds (``totals``), duration, and last logged values.
 
-    If ``recalibrates``, clients receive each new model twice, to measure BatchNorm statistics,
-    and a row of the table contains this note.
+    If ``recalibrates``, a row notes the second transfer of each new model (to measure BatchNorm statistics).
 
     Example:
         >>> totals = {"rounds": 2, "clients": 5, "failed": 1, "dropped": 0, "down_bytes": 4000, "up_bytes": 3500}

@@ -203,7 +203,7 @@ def distribute_loader(trainer: L.Trainer, loader: Any) -> Any:
 
 
 def advise_workers(trainer: L.Trainer, loader: Any) -> None:
-    """Runs Lightning's warning about dataloaders with few worker processes, as in a plain fit."""
+    """Runs Lightning's warning about dataloaders with few worker processes, as in a fit without federation."""
     for part in (loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader)).flattened:
         _worker_check(trainer, part, "train_dataloader")
 
@@ -247,7 +247,7 @@ def forget_length(trainer: L.Trainer) -> None:
 
 
 def end_with_batch(trainer: L.Trainer) -> None:
-    """Marks the current batch as the epoch's last batch, by changing the length in Lightning's data fetcher."""
+    """Marks the current batch as the last batch of the epoch, by changing the length in Lightning's data fetcher."""
     fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
     assert fetcher is not None
     fetcher.length = fetcher.fetched + 1
@@ -426,7 +426,7 @@ def lightning_attributes() -> frozenset[str]:
 
 
 def implements(owner: Any, hook: str, base: type) -> bool:
-    """True if the class or an attribute of a module or callback overrides a hook from Lightning's class ``base``."""
+    """True if a module or callback (class or instance) overrides a hook from Lightning's class ``base``."""
     return hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
 
 

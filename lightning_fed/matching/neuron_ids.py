@@ -106,7 +106,7 @@ class TracedActivation:
 
 @dataclass(frozen=True, eq=False)
 class ParameterView:
-    """View of a parameter with permuted axes: dimension ``dim`` of the view is axis ``axes[dim]`` of the parameter."""
+    """View of a parameter with permuted axes: axis ``dim`` of the view is axis ``axes[dim]`` of the parameter."""
 
     name: str
     lengths: tuple[int, ...]

@@ -41,7 +41,7 @@ _AXIS_ORDERS = ("mT", "numpy_T", "permute", "swapaxes", "t", "transpose")
 
 
 def constant(tracer: Tracer, call: Call) -> Any:
-    """Traces neurons through tensors with one repeated value, such as zeros: the elements belong to no neuron."""
+    """Follows neurons through tensors with one repeated value, such as zeros: the elements belong to no neuron."""
     return TracedActivation.filled(tracer.constant_id, call.shape)
 
 
@@ -56,7 +56,7 @@ def pointwise(tracer: Tracer, call: Call) -> Any:
 
 
 def pool(tracer: Tracer, call: Call) -> Any:
-    """Traces neurons through pooling, interpolation and padding over spatial dimensions, separately per channel."""
+    """Follows neurons through pooling, interpolation and padding over spatial dimensions, separately per channel."""
     activation = tracer.activation(call.tensors[0])
     number = re.search(r"(\d)d", call.name)
     assert number is not None
@@ -66,7 +66,7 @@ def pool(tracer: Tracer, call: Call) -> Any:
 
 
 def reduction(tracer: Tracer, call: Call) -> Any:
-    """Traces neurons through reductions, such as a sum over dimensions, and the maximum or minimum of two tensors."""
+    """Follows neurons through reductions, such as a sum over dimensions, and the maximum or minimum of two tensors."""
     if len(call.tensors) > 1:
         return pointwise(tracer, call)
     activation = tracer.activation(call.tensors[0])
@@ -114,7 +114,7 @@ def move(tracer: Tracer, call: Call) -> Any:
 
 
 def concatenation(tracer: Tracer, call: Call) -> Any:
-    """Traces concatenation along one dimension, by concatenating the neuron ids."""
+    """Follows neurons through a concatenation along one dimension."""
     activations = [tracer.activation(value) for value in call.tensors]
     is_neutral = [bool((activation.ids == NEUTRAL).all()) for activation in activations]
     if sum(is_neutral) > 1:  # possibly constants with different values

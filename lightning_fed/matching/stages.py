@@ -28,11 +28,12 @@ class Stage:
 
 
 def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageChoice = "auto") -> list[Stage]:
-    """Splits a network into stages, first to last. Each entry belongs to one stage.
+    """Splits a network into stages (sets of layers matched in one round), first to last.
 
-    A stage contains all layers whose outputs are the neurons of one group: one layer in a chain (as in FedMA, ICLR
-    2020, Algorithm 1), or all blocks of a residual stage. Layers whose outputs are not permuted belong to the stage of
-    the next layer. The last layers, such as the output layer, form the last stage.
+    Each state dict entry belongs to one stage. A stage contains all layers whose outputs are the neurons of one
+    permutation group: one layer in a chain (as in FedMA, ICLR 2020, Algorithm 1), or all blocks of a residual stage.
+    Layers whose outputs are not permuted belong to the stage of the next layer. The last layers, such as the output
+    layer, form the last stage.
 
     Args:
         groups: Permutation groups of the network.

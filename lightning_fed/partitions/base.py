@@ -1,4 +1,4 @@
-"""Base classes for partitions with clients 0, 1, ..., and for partitions with changed samples."""
+"""Base classes for partitions with client names 0, 1, ..., and for partitions with transformed samples."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class CentralDP(UpdateStep):
         )
 
     def begin(self, budget: Budget, key: int) -> None:
-        """Sets budget and secret noise key before a fit. Raises ``ValueError`` if a resumed fit has another budget."""
+        """Sets the budget and the secret noise key before a fit. Refuses another budget in a resumed fit."""
         if self.budget is not None and self.budget != budget:
             raise OptionError(f"Expected the privacy budget of earlier rounds, {self.budget}, but got {budget}.")
         self.budget, self.key = budget, key
@@ -449,7 +449,7 @@ def _names(trainer: L.Trainer) -> tuple[int, int, int]:
 
 
 def refuse_other_messages(trainer: L.Trainer) -> None:
-    """Refuses callbacks that may send further client values to the server, in addition to the update."""
+    """Refuses callbacks that may send other values to the server than the update, because such values have no noise."""
     for callback in federated_callbacks(trainer):
         for hook in ("on_client_request", "on_client_end"):
             is_harmless = getattr(callback, "keeps_privacy", False) or getattr(callback, "leaves_update", False)

@@ -85,7 +85,7 @@ class _Account:
 
 
 class DPSGD(RevertingCallback, FederatedCallback):
-    r"""Differential privacy for every training example: DP-SGD in client visits, or with a plain Trainer.
+    r"""Differential privacy for every training example: DP-SGD on the clients, or with a plain Trainer.
 
     Each step draws each of the client's :math:`n` examples independently with probability :math:`q = B / n`, clips the
     example gradients and adds noise to the sum:
@@ -95,17 +95,17 @@ class DPSGD(RevertingCallback, FederatedCallback):
 
     The module's optimizer uses :math:`\tilde g` as gradient; :math:`B` is the loader's batch size. In segmentation an
     example is an image. Per-example gradients use Opacus' layer rules (``pip install 'lightning-fed[privacy]'``) in one
-    backward pass. The loss must be a mean over examples, which is checked on the first batch of each visit.
+    backward pass. The loss must be a mean over examples, which is checked on a client's first batch in each round.
 
     In a federation each example of a client is protected. The bound holds for all observers of the client's updates,
     including the server. Each client has a separate privacy account. Clients may only send values derived from noised
     steps, so other methods are refused. **The number of examples is not protected**, nor are values logged in
     ``training_step``.
 
-    On Flower, each client draws the noise and batches, and stores its privacy account. Each visit draws a new key and
-    discards the key afterwards, so a repeated visit counts again. The account is a file in the client's ``store`` and
-    includes all fits. A client whose epsilon has reached ``max_epsilon`` reports a failure. Epsilon appears in the
-    client's log.
+    On Flower, each client draws the noise and batches, and stores its privacy account. In each round a client draws a
+    new key and discards the key afterwards, so a repeated training counts again. The account is a file in the client's
+    ``store`` and includes all fits. A client whose epsilon has reached ``max_epsilon`` reports a failure. Epsilon
+    appears in the client's log.
 
     Args:
         max_grad_norm: Clipping norm C of an example gradient, over all trained parameters.
@@ -113,9 +113,9 @@ class DPSGD(RevertingCallback, FederatedCallback):
             privacy.
         delta: Probability :math:`\delta` that the privacy loss exceeds epsilon, less than one over a client's number of
             examples.
-        max_epsilon: The fit stops before a client's visit (without a federation: a step) in which epsilon could exceed
-            this value; by default ``epsilon``. If a client's first visit would exceed this value, the client is
-            excluded.
+        max_epsilon: The fit stops before a client's training in a round (without a federation: a step) in which epsilon
+            could exceed this value; by default ``epsilon``. If a client's first training would exceed this value, the
+            client is excluded.
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
         key_for_tests: Known key, only for tests, without privacy; ``None`` draws a key with :mod:`secrets`.
         epsilon: Epsilon after all epochs, instead of ``noise_multiplier``. Computes the smallest noise for clients that

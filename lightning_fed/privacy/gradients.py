@@ -338,7 +338,7 @@ def _some_of(batch: Any, rows: slice) -> Any:
 
 
 def find_unsupported(module: nn.Module) -> list[str]:
-    """Names and types of layers without support in Opacus: layers that mix examples, or without a gradient rule."""
+    """Names and types of layers that Opacus does not support: layers that mix examples, or have no gradient rule."""
     validators = _opacus("opacus.validators").ModuleValidator.VALIDATORS
     return [
         f"{name!r} ({type(layer).__name__})"

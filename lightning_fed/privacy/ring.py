@@ -104,7 +104,7 @@ class Ring:
 
 
 def ring_form(state: State) -> State:
-    """Shapes and dtypes of an encoded update, as tensors on the ``meta`` device; floating-point dtypes become int32."""
+    """Shapes and dtypes of an encoded update. Floating-point tensors become int32 tensors on the ``meta`` device."""
     return {
         name: torch.empty(value.shape, dtype=torch.int32, device="meta") if value.is_floating_point() else value
         for name, value in state.items()

@@ -217,7 +217,7 @@ class VisitDriver:
         self.end(self._loader.group)
 
     def cut(self, planned: PlannedVisit) -> None:
-        """Ends the round early, because the fit ends. The server aggregates the updates received so far."""
+        """Ends a round early, because the fit ends. The server aggregates the updates received so far."""
         loader = self._loader
         if loader.batches_left and not planned.is_over:
             self._end_early(planned, planned.num_batches - loader.batches_left)

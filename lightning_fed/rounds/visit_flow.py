@@ -1,9 +1,8 @@
 """Client side and server side of one client's training in a round, as a generator.
 
-:meth:`ClientVisit.run` requests the global model, loads the model, trains, and sends the update. The generator yields
-:class:`Ask`, :class:`Step` and :class:`Answer`. After each event the caller sends a reply into the generator: from
-:func:`ask_server` for :class:`Ask`, from :func:`answer_server` for :class:`Answer`, and from
-:mod:`lightning_fed.rounds.visit_driver` for :class:`Step`. The caller ends a failed training with ``throw``, and an
+:meth:`ClientVisit.run` yields :class:`Ask` (request the global model), :class:`Step` (train on a batch) and
+:class:`Answer` (send the update). After each event the generator receives a reply: from :func:`ask_server`, from
+:mod:`lightning_fed.rounds.visit_driver`, or from :func:`answer_server`. A failed training ends with ``throw``, an
 abandoned training with ``close``.
 """
 

@@ -30,15 +30,15 @@ def default_seed() -> int:
 
 @dataclass(frozen=True)
 class Visit:
-    """One client's planned local training in a round.
+    """A client's planned local training in one round.
 
     Args:
         client: The client's name.
         round: Index of the round, from 0.
-        seed: Seed for all random draws in the visit (data order, dropout, ...).
+        seed: Seed for all random draws in this training (data order, dropout, ...).
         epochs: Passes over the client's data, if ``steps`` is ``None``.
         steps: Number of batches, if given.
-        portion: Fraction of the epoch, in (0, 1), for a straggler with ``epochs`` 1; otherwise ``None``.
+        portion: Fraction of the epoch in (0, 1), if the client is a straggler and ``epochs`` is 1; otherwise ``None``.
         is_straggler: Whether the client does only part of its local work.
     """
 

@@ -34,7 +34,7 @@ class Held(ABC):
 
     @abstractmethod
     def merge(self, other: Any) -> None:
-        """Adds the updates stored in ``other``, from another process."""
+        """Adds the updates stored by another process in ``other``."""
 
     @abstractmethod
     def release(self) -> Sequence[Arrived]:
@@ -56,7 +56,7 @@ class StepCapabilities:
     refuses: tuple[str, ...] = ()
 
     def callbacks(self) -> Sequence[Any]:
-        """Lightning callbacks required by the step, for example to check the Trainer before a fit."""
+        """Lightning callbacks required by the step in the Trainer, for example to check the Trainer before a fit."""
         return ()
 
     def form(self, state: State) -> State:
@@ -81,7 +81,7 @@ class UpdateStep(StepCapabilities):
     """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Raises ``ValueError`` if this step does not support ``rule`` or another step in ``steps``."""
+        """Raises ``ValueError`` if this step does not support the aggregation rule or another step in ``steps``."""
 
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round, on the server and on each client."""

@@ -91,7 +91,7 @@ def paired_sums(first: ArrayLike, second: ArrayLike, shift: float = SHIFT) -> Fl
 
 
 def difference_of_sums(sums: ArrayLike) -> Estimate:
-    """Mean difference between two models, from :func:`paired_sums`, with the variance as in a paired t-test.
+    """Mean difference between two models' scores, from :func:`paired_sums`, with the variance as in a paired t-test.
 
     Example:
         >>> float(difference_of_sums(paired_sums([0.5, 1.0], [0.5, 0.5])).variance)

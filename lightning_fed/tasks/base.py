@@ -88,7 +88,7 @@ class Task(L.LightningModule, ABC):
 
     @abstractmethod
     def configure_metrics(self) -> MetricCollection:
-        """Creates metrics by name, updated with (logits, target) and logged as ``val_<name>`` and ``test_<name>``."""
+        """Creates metrics by name, to update with (logits, target) and log as ``val_<name>`` and ``test_<name>``."""
 
     @abstractmethod
     def example_input(self) -> Tensor:

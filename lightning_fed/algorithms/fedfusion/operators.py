@@ -24,7 +24,7 @@ class FusionOperator(nn.Module, ABC):
 
     @abstractmethod
     def summary(self) -> dict[str, float]:
-        """Numbers for the log, by name: measures of the global features' influence."""
+        """Numbers for the log, by name, which measure the influence of the global features."""
 
 
 class MixingOperator(FusionOperator):
@@ -68,7 +68,7 @@ class MultiFusion(MixingOperator):
 
 
 class SingleFusion(MixingOperator):
-    """Operator with one weight, initially 0, see :func:`~lightning_fed.algorithms.fedfusion.fuse_single`.
+    """Operator with one weight for all channels, see :func:`~lightning_fed.algorithms.fedfusion.fuse_single`.
 
     Example:
         >>> SingleFusion()(torch.ones(2, 4), torch.zeros(2, 4)).sum().item()

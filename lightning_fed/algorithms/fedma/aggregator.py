@@ -153,7 +153,7 @@ class FedMA(Aggregator):
         self._metrics: dict[str, float] = {}
 
     def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], entries: Mapping[str, Tensor]) -> None:
-        """Sets permutation groups, stages (sets of layers) and state dict entries before the first round of a fit.
+        """Sets permutation groups and stages (sets of layers), and their tensors, before the first round of a fit.
 
         The groups and entries have the layer widths of the clients' models. Only the shapes and dtypes of the entries
         are used. If a fit resumes within a matching pass, the stages must not have changed.

@@ -93,7 +93,7 @@ def local_prototype_margin(
 
     Args:
         after: Prototypes after local training.
-        before: Prototypes with the downloaded weights on the same examples, or prototypes from the client's last visit.
+        before: Prototypes with the downloaded weights on the same examples, or prototypes from the client's last round.
         margin: Kind of margin SPM per class, see :func:`class_margins`.
         class_reduction: Reduction over classes: mean, sum, mean weighted by the counts in ``after``, or maximum.
         fallback: Prototypes of other classes for a client with a single class, see :func:`class_margins`.

@@ -42,7 +42,7 @@ class Mixture(CollectingStep):
         """Returns weights of old updates in new ones, ``(new, old)``. ``gram``: inner products of old updates."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses aggregation rules with a trusted client or with several global models."""
+        """Refuses aggregation rules that have a trusted client or several global models."""
         if rule.always:
             raise OptionError(
                 f"Expected no `{type(self).__name__}` with {type(rule).__name__}: the step would mix other "

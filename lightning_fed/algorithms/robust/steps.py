@@ -55,7 +55,7 @@ class Steps:
         return self.gram.diagonal().sqrt()
 
     def find_too_long(self, clients: Sequence[Client]) -> dict[Client, str]:
-        """Finds clients whose update has an infinite norm. Returns the reason for exclusion for each client."""
+        """Finds clients with an update of infinite norm. Returns the reason for exclusion for each client."""
         is_good = self.norms.isfinite().tolist()
         return {
             client: "the client's update has an infinite norm"

@@ -50,7 +50,7 @@ class DistributedLog(RevertingCallback):
     """Replaces ``LightningModule.log`` during training and evaluation batches.
 
     Per-step values are passed directly to Lightning. Only the first process has loggers. Per-epoch values are
-    accumulated with Lightning's weights and logged after the last visit of a round (:meth:`log_all`) and at the end of
+    accumulated with Lightning's weights and logged after the last client of a round (:meth:`log_all`) and at the end of
     an evaluation. Metrics from torchmetrics are then passed to Lightning, which synchronises the metric states.
     """
 

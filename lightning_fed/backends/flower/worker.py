@@ -1,4 +1,4 @@
-"""Worker: a client process that builds model and data once, for many short-lived processes of Flower's SuperNode."""
+"""Worker: a client process that builds model and data once, and answers many short-lived Flower processes."""
 
 from __future__ import annotations
 

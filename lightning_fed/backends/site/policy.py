@@ -153,7 +153,7 @@ class SitePolicy:
         steps: Update steps that the chain must contain.
         faults: Text sent to the server for refusals and faults: a constant (``"constant"``), or the reason
             (``"text"``).
-        record: Path of the record file, relative to the policy's folder.
+        record: Path of the site's message log, relative to the policy's folder.
 
     Example:
         >>> policy = SitePolicy("0a", servers=("*",), runs=("*",), methods=("fed*",), answers=("update",),

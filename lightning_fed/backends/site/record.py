@@ -94,7 +94,7 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
 
 
 def read_record(path: Path) -> Iterator[Line]:
-    """Reads and verifies a complete record file (a site's message log). A changed line raises ``RecordError``."""
+    """Reads a site's complete message log, and verifies all lines. Raises ``RecordError`` for a changed line."""
     with path.open("rb") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -123,10 +123,10 @@ ROTATION = "rotation"
 
 
 class Record:
-    """An append-only record file (a site's message log), shared by one or more processes.
+    """An append-only log of all messages at a site, shared by one or more processes.
 
-    ``recent`` contains the lines from the 24 hours before ``last``, the last line. A missing record file is created,
-    unless the head file exists (last line's number and digest).
+    ``recent`` contains the lines from the 24 hours before ``last``, the last line. A missing log is created, unless the
+    head file exists (the last line's number and digest).
     """
 
     def __init__(self, path: Path, head: Path) -> None:

@@ -52,7 +52,7 @@ def sign(kind: str, text: str, data: bytes, key: Ed25519PrivateKey, seconds: flo
 
 
 def split_signature(text: str) -> tuple[str, str]:
-    r"""Splits a message into the text and the signature line (expiry time and signature; empty if unsigned)."""
+    r"""Splits a signed message into text and signature line (expiry time and signature; empty if unsigned)."""
     text, _, signature = text.partition("\n")
     return text, signature
 

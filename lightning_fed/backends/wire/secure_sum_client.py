@@ -52,7 +52,7 @@ class ClientSum:
     The protocol has four steps per round, each executed at most once: publish keys, share secrets, open other clients'
     shares, mask the update and release shares. A file stores the values for the next step, because a new process may
     handle each message. Each step deletes the previous step's file, and the last step stores no file. Therefore the
-    client never uses the same masks for two vectors, and releases only one share (of two) for every other client.
+    client never uses the same masks for two vectors, and releases only one share (of two) from every other client.
 
     A restarted sum (after a client sent unreadable shares, or the server was killed) has new keys. After releasing
     shares, the client only repeats the release for the same clients, because the difference between two sums would

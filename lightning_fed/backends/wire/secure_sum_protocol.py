@@ -206,7 +206,7 @@ def find_masks(
 def _restore(
     dealer: Client, held: Mapping[Client, tuple[int, bytes]], least: int, public: bytes, is_seed: bool
 ) -> tuple[bytes, set[Client]]:
-    """Restores a secret of the client ``dealer`` from the other clients' shares, and finds wrong shares."""
+    """Restores a secret of client ``dealer`` from pieces (shares) held by the other clients, and finds wrong pieces."""
 
     def is_right(secret: bytes) -> bool:
         if is_seed:

@@ -48,7 +48,7 @@ def check_numbers(report: EvaluationReport, announced: int | None) -> None:
 
 
 def is_count(value: Tensor) -> bool:
-    """True if a metric state has an integer dtype, and therefore contains counts."""
+    """True if a metric's state has an integer dtype. Integer states contain counts."""
     return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 

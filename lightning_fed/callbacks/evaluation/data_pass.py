@@ -396,7 +396,7 @@ def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[Logge
 
 
 def is_close(value: float, other: float | None) -> bool:
-    """True if two values are equal up to rounding, or both NaN."""
+    """True if two numbers are equal up to rounding, or if both are NaN."""
     if other is None:
         return False
     return math.isclose(value, other, rel_tol=_CLOSE, abs_tol=1e-7) or (math.isnan(value) and math.isnan(other))
@@ -410,7 +410,7 @@ def _count(batch: Any) -> int:
 
 
 def limit_of(trainer: L.Trainer, stage: Stage) -> int | float:
-    """Returns the Trainer's limit on batches (number or share) for validation or test."""
+    """Returns the Trainer's limit on batches in validation or test: a number (int) or a fraction (float)."""
     return trainer.limit_val_batches if stage == "validation" else trainer.limit_test_batches
 
 

@@ -121,7 +121,7 @@ def is_mergeable(metric: Metric) -> bool:
 
 @contextmanager
 def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Context that replaces ``metric.compute()`` by ``change(metric, compute)``, for each metric."""
+    """Context that replaces ``metric.compute()`` by ``change(metric, compute)``, for each given metric."""
     before = [(metric, metric.compute) for metric in metrics]
     for metric, compute in before:
         vars(metric)["compute"] = partial(change, metric, compute)
@@ -133,7 +133,7 @@ def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], 
 
 
 def holds_states(metric: Metric) -> bool:
-    """True if a metric has states; false for a composed metric such as ``a + b``."""
+    """True if a metric accumulates values in states; false for a composed metric such as ``a + b``."""
     return bool(metric._defaults)  # noqa: SLF001
 
 
@@ -143,7 +143,7 @@ def is_updated(metric: Metric) -> bool:
 
 
 def counting_metrics(metrics: Iterable[Metric]) -> list[Metric]:
-    """Selects the metrics that have processed a batch, except metrics inside a wrapper metric."""
+    """Selects the metrics that have processed a batch. Skips metrics inside a wrapper metric."""
     found = [metric for metric in metrics if is_updated(metric)]
     wrappers = [
         metric for metric in found if isinstance(metric, WrapperMetric) and not isinstance(metric, _TRANSPARENT)
@@ -375,7 +375,7 @@ def metric_of(key: str) -> str:
 
 
 def compute_number(name: str, metric: Metric) -> dict[str, float]:
-    """Returns ``{name: value}`` with the metric's value, or an empty dictionary if ``compute`` fails."""
+    """Returns ``{name: value}`` with a metric's value, or an empty dictionary if ``compute`` raises an error."""
     try:
         return {name: float(metric.compute())}
     except Exception as error:
