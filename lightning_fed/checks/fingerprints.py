@@ -9,7 +9,7 @@ import zlib
 from collections import deque
 from collections.abc import Collection, Iterator
 from functools import partial
-from inspect import GEN_CREATED, getgeneratorstate
+from inspect import GEN_CREATED, getgeneratorlocals, getgeneratorstate
 from types import FunctionType, GeneratorType, ModuleType
 from typing import Any
 
@@ -84,7 +84,7 @@ def parts(value: Any) -> Any:
     if isinstance(value, itertools.count):
         return repr(value)
     if isinstance(value, GeneratorType) and getgeneratorstate(value) == GEN_CREATED:
-        return dict(value.gi_frame.f_locals)  # a context manager used as a decorator never starts this generator
+        return dict(getgeneratorlocals(value))  # a context manager used as a decorator never starts this generator
     if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
         return object()
     kind = type(value)
