@@ -157,7 +157,7 @@ class Aggregator(RuleCapabilities, ABC):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the rule's state between rounds (such as server momentum or prototypes): tensors and primitives.
+        """Returns the rule's state between rounds (such as server momentum): tensors, numbers, texts and containers.
 
         Only :meth:`aggregate` may change the state, and must create new tensors instead of writing into old tensors,
         because after a failed round the server restores the state from the round's start.

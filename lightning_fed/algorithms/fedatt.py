@@ -120,7 +120,7 @@ class SoftmaxMean:
 
     @torch.no_grad()
     def add(self, state: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> None:
-        """Adds a client's state to weighted sums. The weight is the exponential of an entry's score (a scalar)."""
+        """Adds a client's state to weighted sums, each entry with the weight exp(score); a score is a scalar."""
         for name, value in state.items():
             values = to_float64(value.detach(), copy=True)
             peak = to_float64(scores[name]).to(values.device)

@@ -409,7 +409,7 @@ def _check_size(inputs: BatchKey, batch: Any) -> Any:
 def store_statistics(
     local: LocalModel, client: Client, round: int, statistics: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
-    """Stores a client's BatchNorm statistics, measured in ``round`` with the model ``state``, in the client store."""
+    """Stores the BatchNorm statistics that a client measured in ``round`` with the model ``state``."""
     client_state = {name: value for name, value in local.recall(client).items() if not name.startswith(STATISTICS)}
     client_state[STATISTICS] = _model_key(local, state)
     client_state |= {f"{STATISTICS}{name}": value.to(local.entries[name].dtype) for name, value in statistics.items()}

@@ -294,7 +294,7 @@ class FederatedFit:
             )
 
     def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
-        """Determines the policies of new state dict entries (such as shared). Returns ``False`` without new entries."""
+        """Determines policies (such as shared or personal) of new state dict entries. ``False`` if no entry is new."""
         if self.policies.keys() >= live_entries(module).keys():
             return False
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}

@@ -34,7 +34,7 @@ class MixingOperator(FusionOperator):
 
     @torch.no_grad()
     def summary(self) -> dict[str, float]:
-        """Scalars for the log: ``lambda`` (mean weight), and ``largest_lambda`` (largest absolute weight)."""
+        """Values to log: ``lambda`` (mean fusion weight) and ``largest_lambda`` (largest absolute fusion weight)."""
         return {"lambda": float(self.weight.mean()), "largest_lambda": float(self.weight.abs().max())}
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Sums of feature vectors by class, from additional passes ("exact") or from training batches ("online")."""
+"""Sums of feature vectors by class, from an additional pass ("exact") or from training batches ("online")."""
 
 from __future__ import annotations
 

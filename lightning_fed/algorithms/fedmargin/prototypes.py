@@ -236,7 +236,7 @@ def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Pr
 
 
 def check_same_shape(*prototypes: Prototypes) -> None:
-    """Refuses prototypes with different numbers of classes or features."""
+    """Refuses two sets of class prototypes with different numbers of classes or features."""
     shape = prototypes[0].means.shape
     for means, counts in prototypes:
         if means.shape != shape or counts.shape != shape[:1]:

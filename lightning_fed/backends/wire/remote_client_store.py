@@ -1,4 +1,4 @@
-"""Latest round in which each remote client stored client state. The client state itself stays on the clients."""
+"""For each remote client, the latest round with stored client state. The state itself stays on the client."""
 
 from __future__ import annotations
 

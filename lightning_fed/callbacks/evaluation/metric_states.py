@@ -73,7 +73,7 @@ _DENOMINATORS: tuple[tuple[tuple[type[Metric], ...], tuple[str, str]], ...] = (
 
 @dataclass
 class MetricState:
-    """State of one metric: tensors by name (lists are concatenated), and the number of batches added so far."""
+    """State of one metric: tensors by name (lists are concatenated), and the number of batches so far."""
 
     values: State = field(default_factory=dict)
     updates: int = 0
