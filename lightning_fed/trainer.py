@@ -106,7 +106,7 @@ class FederatedTrainer(L.Trainer):
 
         Args:
             model: Any LightningModule.
-            train_dataloaders: One ``DataLoader`` or map-style data set, which ``partition`` splits, a mapping or
+            train_dataloaders: One ``DataLoader`` or map-style data set, split by ``partition``, a mapping or
                 sequence with the data of each client (a ``DataLoader``, several loaders as for ``CombinedLoader``, or a
                 map-style data set), or a datamodule. Data sets are read in batches of 32. For another batch size pass a
                 ``FederatedDataModule(clients, batch_size=...)``, or loaders.

@@ -138,9 +138,9 @@ def find_class_task(
 def describe_labels(
     trainer: L.Trainer, module: L.LightningModule, callback: str, target: BatchKey, void: VoidLabel
 ) -> LabelDescription:
-    """Describes the labels for a callback's pictures, from ``target`` and ``void`` or from a trial training step.
+    """Returns position in the batch (``target``), ignored label (``void``), class names and colours for pictures.
 
-    Names and colours come from :func:`declared_classes`. Without given or found labels, an error names ``callback``.
+    Missing values come from a trial training step and :func:`declared_classes`. Error messages name ``callback``.
     """
     try:
         task = find_class_task(trainer, module, f"pass `{callback}` a `target`", target is None, allows_multilabel=True)

@@ -50,7 +50,7 @@ class TorchvisionImages(FileDataModule):
 
     @abstractmethod
     def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:
-        """Returns the classes, shape (N,), and a function from n image indices to images, shape (n, C, H, W)."""
+        """Returns the class index of each image, and a function from n image indices to images, shape (n, C, H, W)."""
 
     def prepare_data(self) -> None:
         if not self.download:

@@ -82,7 +82,7 @@ def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
 
 
 def _ratios_within(name: str, layer: nn.Module) -> Iterator[WidthRatio]:
-    """Yields pairs of axes with equal width in one layer, for example the rows of the weight and of the bias."""
+    """Yields pairs of dimensions of the same size in one layer, such as dimension 0 of the weight and of the bias."""
     shapes = {
         key: value.shape
         for key, value in chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))

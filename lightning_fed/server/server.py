@@ -41,7 +41,7 @@ class RoundReport:
     Args:
         round: Index of the round, from 0.
         received: Number of local examples by client, for valid updates.
-        counted: Number of examples by client used as weight (after update steps), for valid updates.
+        counted: Weight of each client in the average, in examples, after the update steps (valid updates only).
         failed: Maps excluded clients to the reason.
         metrics: Values from :attr:`ClientUpdate.metrics`, by client.
         norms: Euclidean norm of (local - global) over the trained entries, by client, computed by the server. Clients

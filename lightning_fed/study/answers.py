@@ -87,7 +87,7 @@ def _answer_scores(
     scores = {model: np.array([run["scores"] for run in seeds.values()]) for model, seeds in runs.items()}
     is_known = np.isfinite(np.concatenate(list(scores.values()))).all(0)
     if not is_known.all():
-        _log.warning("%d of %d cases have no value and are excluded.", (~is_known).sum(), len(is_known))
+        _log.warning("%d of %d examples have no finite score and are excluded.", (~is_known).sum(), len(is_known))
     groups = list(range(len(is_known))) if patients is None else list(patients)
     groups = [group for group, known in zip(groups, is_known, strict=True) if known]
     if len(set(groups)) < min_support:

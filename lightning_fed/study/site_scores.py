@@ -160,7 +160,7 @@ class SiteScores(AskableCallback):
 
 
 def check_sites(trainer: L.Trainer, federation: Federation | None) -> None:
-    """Raises an error for settings in which no scores by site can be computed, such as remote clients."""
+    """Raises an error if scores by site (client) cannot be computed, for example with clients on other machines."""
     check_rounds(trainer)
     if federation is not None and federation.is_remote:
         raise MisconfigurationException(

@@ -58,8 +58,8 @@ class AsynchronousRounds(FederatedCallback):
             path = Path(rule.record)
             if path.exists() and not federation.rounds and not federation.is_remote:
                 raise MisconfigurationException(
-                    f"Expected `record` to be a new file, but {rule.record!r} exists: choose another name, or replay "
-                    "the order with `replay`."
+                    f"Expected `record` to be a new file, but {rule.record!r} exists: choose another name, or pass "
+                    "the file as `replay`."
                 )
             lines = [line for line in read_lines(rule.record) if line[0] < federation.rounds] if path.exists() else []
             write_text_atomically(path, _text(lines))

@@ -50,7 +50,7 @@ def suggest_deadline(plan: Plan, outcomes: Sequence[Outcome]) -> str:
 
 
 def write_summary(plan: Plan, outcomes: Sequence[Outcome]) -> str:
-    """Formats the results of rehearsals as text with Markdown tables: probabilities, costs and excluded clients."""
+    """Formats results of simulated deployments as Markdown: probability that each round ends, costs, exclusions."""
     count = len(outcomes)
     reached = [["rounds", "probability"]]
     for rounds in sorted({math.ceil(plan.rounds * part / 4) for part in (1, 2, 3, 4)}):

@@ -1,4 +1,4 @@
-"""Trains several small clients simultaneously with ``torch.func.vmap`` (vectorised visits)."""
+"""Trains several clients with small models simultaneously, with ``torch.func.vmap``."""
 
 from lightning_fed.backends.vectorized.plan import Vectorized as Vectorized
 
