@@ -52,6 +52,7 @@ class UnseenData(RevertingCallback, FederatedCallback):
     def __init__(self, find_fit: Callable[[], FederatedFit]) -> None:
         self._find_fit = find_fit
         self._adapter: DataStatistics | None = None
+        self._is_lent = False  # started for a client's model outside an evaluation
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.revert()
@@ -81,8 +82,11 @@ class UnseenData(RevertingCallback, FederatedCallback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        if self._adapter is None:  # clients on other machines evaluate outside a Trainer's validation
+        if client is None and self._is_lent:
+            self.revert()  # otherwise the user's module would keep the hooks after a fit
+        elif self._adapter is None:  # clients on other machines evaluate outside a Trainer's validation
             self._start(module)
+            self._is_lent = client is not None
         if self._adapter is not None:
             self._adapter.report = {}
             self._adapter.is_active = client is None or self._find_fit().batch_norm.served_client != client
@@ -120,7 +124,7 @@ class UnseenData(RevertingCallback, FederatedCallback):
     def revert(self) -> None:
         if self._adapter is not None:
             self._adapter.remove()
-        self._adapter = None
+        self._adapter, self._is_lent = None, False
 
 
 def measure_unseen(trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:

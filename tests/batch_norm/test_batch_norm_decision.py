@@ -591,6 +591,8 @@ def test_a_clients_model_is_a_plain_module(federated_trainer):
     inputs = clients["bob"][0][:6]
     before = module.eval()(inputs)
     copied = trainer.federation.client_model("bob")
+    with trainer.federation.own_models(module) as load:
+        load("bob")
     assert torch.equal(module(inputs), before)
     fresh = models.Module(models.norm_mlp()).eval()
     fresh.load_state_dict(copied.state_dict())

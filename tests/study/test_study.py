@@ -310,7 +310,7 @@ def test_cases_without_a_value_are_excluded(caplog):
     }
     _, answer = answer_site(runs)
     assert answer["a|b"]["all"][:3] == pytest.approx([10, -2.5, 2.5])
-    assert "2 of 12 cases have no value" in caplog.text
+    assert "2 of 12 examples have no finite score" in caplog.text
 
 
 # --- Disclosure -------------------------------------------------------------------------------------------------------
