@@ -59,7 +59,9 @@ ALIKE_HERE = [  # robust rules are covered by one rule
 ]
 WITH_OPTIONS = ("fixbn",)  # options without a default
 OF_EACH_MECHANISM = ("fedavg", "ditto", "fedfusion", "fedma", "fesem")
-METHODS = [name for name in method_choices() if name not in (CENTRAL, *MANY_CLASSES, *WITH_OPTIONS, *ALIKE_HERE)]
+ASYNCHRONOUS = ("fedasync", "fedbuff")  # refuse `availability`
+LEFT_OUT = (CENTRAL, *MANY_CLASSES, *WITH_OPTIONS, *ALIKE_HERE, *ASYNCHRONOUS)
+METHODS = [name for name in method_choices() if name not in LEFT_OUT]
 
 # Lightning 2.6 calls a function deprecated in jsonargparse 4.53.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
