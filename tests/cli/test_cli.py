@@ -408,7 +408,7 @@ def test_an_app_has_the_number_of_clients_that_a_natural_partition_makes(network
 
 # Lightning warns for every checkpoint used in another folder.
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create:UserWarning")
-@pytest.mark.slow  # see `test_fit_validate_and_predict`
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["validate", "test"])
 def test_a_checkpoint_that_was_saved_from_python(command, capsys):
     """The hyper-parameters do not name a class, so the recipe's model is evaluated with the weights."""
@@ -432,7 +432,6 @@ def test_a_checkpoint_that_was_saved_from_python(command, capsys):
     assert "warning: No `--ckpt_path`: the model has its initial weights" in capsys.readouterr().err
 
 
-# In one whole run of three, after unknown tests, the printed score was 0.0: run apart until the cause is known.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")
 def test_fit_validate_and_predict(tmp_path, capsys):
