@@ -8,6 +8,7 @@ import gc
 import inspect
 import logging
 import os
+import sys
 import threading
 import weakref
 
@@ -80,6 +81,14 @@ def no_leaks():
         for thread in left:
             thread.join(timeout=5)
     assert not [thread.name for thread in left if thread.is_alive()]
+
+
+@pytest.fixture
+def console_as_it_was():
+    """Lightning's rich bar changes rich's global console: escape codes would be in the tables of later tests."""
+    yield
+    if "rich" in sys.modules:
+        sys.modules["rich"].reconfigure()
 
 
 @pytest.fixture(autouse=True)

@@ -408,8 +408,7 @@ def test_an_app_has_the_number_of_clients_that_a_natural_partition_makes(network
 
 # Lightning warns for every checkpoint used in another folder.
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create:UserWarning")
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["validate", "test"])
+@pytest.mark.parametrize("command", quick(["validate", "test"], ["test"]))
 def test_a_checkpoint_that_was_saved_from_python(command, capsys):
     """The hyper-parameters do not name a class, so the recipe's model is evaluated with the weights."""
     recipe = str(ROOT / "recipes" / "synthetic.yaml")
@@ -432,7 +431,6 @@ def test_a_checkpoint_that_was_saved_from_python(command, capsys):
     assert "warning: No `--ckpt_path`: the model has its initial weights" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")
 def test_fit_validate_and_predict(tmp_path, capsys):
     main(["fit", "-c", OFFLINE, *TINY, "--trainer.max_rounds", "2"])
