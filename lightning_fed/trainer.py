@@ -16,15 +16,11 @@ from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.progress_bar import default_progress_bar
 from lightning_fed.data.federated import is_one_client
 from lightning_fed.fit.checks import check_processes
-from lightning_fed.lazy_names import find_feature, load_feature, refuse_foreign
+from lightning_fed.lazy_names import load_feature, refuse_foreign
 from lightning_fed.method import Method
 from lightning_fed.rule import Aggregator
 
 _log = logging.getLogger(__name__)
-
-for _kind in ("appearance", "basic", "flower_partition", "label_partitions"):
-    # LightningCLI knows a short name, such as `--trainer.partition=IID`, only after the import.
-    find_feature(f"lightning_fed.partitions.{_kind}")
 
 
 class FederatedTrainer(L.Trainer):

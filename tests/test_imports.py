@@ -58,11 +58,6 @@ def test_nothing_slow_is_loaded_that_lightning_does_not_load(imports):
     assert not added & set(SLOW)
 
 
-def test_the_trainer_loads_the_partitions(imports):
-    """LightningCLI finds a class by a short name, such as `--trainer.partition=IID`, only after the class's import."""
-    assert {f"lightning_fed.partitions.{name}" for name in ("basic", "label_partitions")} <= set(imports["added"])
-
-
 def test_the_command_line_is_not_loaded(imports):
     assert not {"lightning_fed.cli.main", "lightning_fed.cli.demo"} & set(imports["added"])
 

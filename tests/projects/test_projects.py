@@ -35,7 +35,7 @@ FOLDER = Path(__file__).parent / "scripts"
 DIFFS = {
     ("cli", "trainer"): """
      "--trainer.max_epochs=3",
-+    "--trainer.partition=IID", "--trainer.partition.num_clients=3",
++    "--trainer.partition=lightning_fed.data.IID", "--trainer.partition.num_clients=3",
          Digits,
 +        trainer_class=fed.FederatedTrainer,
 """,
