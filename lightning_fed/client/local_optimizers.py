@@ -84,10 +84,7 @@ class LocalOptimizers:
         self._step_again(snapshot["epoch_schedulers"])
 
     def end_visit(self, position: int = 0) -> State:
-        """Stores scheduler states after the training of client number ``position`` in the round.
-
-        Returns optimizer states to store on the client.
-        """
+        """Stores scheduler states of client number ``position``. Returns optimizer states to store on the client."""
         if self.has_lasting_state:
             self.finals[position] = self.capture(buffers=False)
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}

@@ -20,6 +20,7 @@ from lightning_fed.study.statistics import difference_of_sums, paired_sums
 
 _log = logging.getLogger(__name__)
 
+_STYLES = ("-", "--", ":", "-.")
 _OF_CLIENTS = (
     "client/",
     "fedmargin/lpm/",
@@ -161,7 +162,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
             curves = [[values.get(monitor, math.nan) for values in run["rounds"]] for run in runs]
             columns = list(zip(*curves, strict=False))  # rounds completed by all seeds
             rounds = range(1, len(columns) + 1)
-            style, color = "-" if number < len(COLORS) else "--", COLORS[number % len(COLORS)]
+            style, color = _STYLES[number // len(COLORS) % len(_STYLES)], COLORS[number % len(COLORS)]
             axes.plot(rounds, [*map(statistics.fmean, columns)], style, color=color, label=_short_name(method))
             axes.fill_between(rounds, [*map(min, columns)], [*map(max, columns)], alpha=0.15, color=color, linewidth=0)
         if central:

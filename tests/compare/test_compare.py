@@ -906,7 +906,7 @@ def test_the_numbers_in_the_curves(monkeypatch, tmp_path):
         assert goal.get_ydata() == pytest.approx([0.8 * np.mean(ends)] * 2)
     federated = [run for run in made_up() if run["method"] != "central"]
     report.draw(federated, tmp_path / "a.png", 0.8, 3)
-    many = [{**run, "method": f"{run['method']} {copy}"} for run in federated for copy in range(6)]
+    many = [{**run, "method": f"{run['method']} {copy}"} for run in federated for copy in range(12)]
     report.draw(many, tmp_path / "b.png", 0.8, 3)
     for run in federated:
         del run["rounds"][2]["acc"]
@@ -914,7 +914,7 @@ def test_the_numbers_in_the_curves(monkeypatch, tmp_path):
     without, with_many, with_gaps = ([line for line in figure.axes[0].lines] for figure in figures)
     assert [line.get_label() for line in without] == ["fedavg", "fedmargin"]
     looks = [(line.get_color(), line.get_linestyle()) for line in with_many if line.get_label().startswith("fed")]
-    assert len(set(looks)) == 12  # no two curves look the same
+    assert len(set(looks)) == 24  # no two curves look the same
     assert [int(math.isnan(value)) for value in with_gaps[0].get_ydata()] == [0, 0, 1, 0, 0, 0]
 
 
