@@ -24,19 +24,22 @@ def record(command: str) -> list[tuple[float, str]]:
         lines = [(time.monotonic() - begin, line.rstrip()) for line in process.stdout]
     if process.returncode:
         raise RuntimeError(f"Expected `{command}` to succeed, but got {process.returncode}: {lines[-1:]}")
+    if not lines:
+        raise RuntimeError(f"Expected `{command}` to print lines, but got no output.")
     return lines
 
 
 def draw(command: str, lines: list[tuple[float, str]]) -> str:
     """Draws recorded lines below the command. Each line appears at its time, scaled to the picture's length."""
     shown = [(0.0, f"$ {command}"), *lines]
-    scale = SECONDS / max(shown[-1][0], 1e-9)
+    scale = SECONDS / shown[-1][0]
     width = 2 * MARGIN + CHARACTER * max(len(line) for _, line in shown)
     height = 2 * MARGIN + LINE * len(shown)
     texts = "\n".join(
         f'<text x="{MARGIN}" y="{MARGIN + LINE * (place + 0.75):.0f}" style="animation-delay: {scale * moment:.1f}s">'
         f"{escape(line)}</text>"
         for place, (moment, line) in enumerate(shown)
+        if line
     )
     box = f"0 0 {width:.0f} {height}"
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" role="img" aria-labelledby="t">
