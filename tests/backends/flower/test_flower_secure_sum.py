@@ -116,21 +116,26 @@ ON_THE_WAY = [(stage, lost) for stage in ("keys", "shares", "open", "train") for
 
 @pytest.mark.parametrize(("stage", "lost"), quick(ON_THE_WAY, [("keys", "cid"), ("open", "bob")]))
 def test_one_that_is_lost_on_the_way(stage, lost, federated_trainer, tmp_path, caplog):
-    """Before or after sharing secrets: the sum equals the other clients' sum bit for bit."""
-    (plain, _, here), (masked, _, there), _, _ = both(federated_trainer, tmp_path, federation, stage, [lost])
+    """Before or after sharing secrets: the sum equals the other clients' sum bit for bit.
+
+    The client joins the sum of the next round.
+    """
+    (plain, _, here), (masked, _, there), _, _ = both(federated_trainer, tmp_path, federation, stage, [lost], rounds=3)
     for expected, found in zip(here.aggregates, there.aggregates, strict=True):
         assert_same(expected, found)
     assert_same(state_of(masked), state_of(plain))
     assert f"Round 2: client {lost!r} is excluded: the client's answer cannot be read" in caplog.text
-    assert [row["fed/failed"] for row in there.logged] == [0, 1]
+    assert [row["fed/failed"] for row in there.logged] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("stage", quick(["keys", "shares", "train"], ["train"]))
 def test_as_many_as_the_threshold_allows(stage, federated_trainer, tmp_path):
     """Three of five remain, with a threshold of 0.6."""
     make = lambda: federation(steps=[MaxSamples(40), SecureSum(5.0, threshold=0.6)])  # noqa: E731
-    (plain, _, here), (masked, _, there), _, _ = both(federated_trainer, tmp_path, make, stage, ["ann", "eve"])
-    assert len(there.aggregates) == 2
+    (plain, _, here), (masked, _, there), _, _ = both(
+        federated_trainer, tmp_path, make, stage, ["ann", "eve"], rounds=3
+    )
+    assert len(there.aggregates) == 3
     for expected, found in zip(here.aggregates, there.aggregates, strict=True):
         assert_same(expected, found)
     assert_same(state_of(masked), state_of(plain))
@@ -244,9 +249,9 @@ def test_one_whose_disk_is_full_is_not_in_the_sum(federated_trainer, tmp_path, m
         put(half, round, *arguments)
 
     monkeypatch.setattr(secure_sum_client.ClientSum, "_put", put_or_fail)
-    (plain, _, _), (masked, _, there), _, _ = both(federated_trainer, tmp_path, federation, "", ["bob"])
+    (plain, _, _), (masked, _, there), _, _ = both(federated_trainer, tmp_path, federation, "", ["bob"], rounds=3)
     assert_same(state_of(masked), state_of(plain))
-    assert [row["fed/failed"] for row in there.logged] == [0, 1]
+    assert [row["fed/failed"] for row in there.logged] == [0, 1, 0]
     assert "Round 2: client 'bob' is excluded: Flower reports: <class " in caplog.text
 
 
