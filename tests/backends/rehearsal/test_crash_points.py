@@ -109,41 +109,67 @@ def ways(name):
     return [(power,) for power in POWER]
 
 
-def kill_everywhere(plan, step=1):
-    """Kills at every `step`-th point, in every way; returns the points' names, and differences by point."""
+def all_points(reached):
+    return [(point, draws) for point, name in enumerate(reached) for draws in ways(name)]
+
+
+def kind_of(name):
+    machine, _, operation = name.partition(", ")
+    return ("server" if machine == "server" else "site"), operation
+
+
+def middle_points(reached):
+    """The middle point of each kind, in one way: at the first points, few files exist."""
+    points = {}
+    for point, name in enumerate(reached):
+        points.setdefault(kind_of(name), []).append(point)
+    middle = [same_kind[len(same_kind) // 2] for same_kind in points.values()]
+    return [(point, (draws := ways(reached[point]))[place % len(draws)]) for place, point in enumerate(middle)]
+
+
+def kill_everywhere(plan, choose=all_points):
+    """Kills at chosen points; returns the names of all points and of the chosen points, and differences by point."""
     counted = Points()
     whole = counted.run(plan)
     assert not whole.violations
     assert whole.rounds == ROUNDS
     found = {}
-    for point in range(0, len(counted.reached), step):
-        for draws in ways(counted.reached[point]):
-            points = Points(point, draws)
-            outcome = points.run(plan)
-            kills = sum(text.startswith("will start again") for _, _, text in outcome.log)
-            kills += points.killed.is_dead  # the run has ended before the next start
-            differences = [*outcome.violations, *outcome.excluded, *([outcome.failure] if outcome.failure else [])]
-            if kills != 1 or outcome.rounds != ROUNDS:
-                differences.append(f"{kills} kills, {outcome.rounds} rounds")
-            first_versions = {client: version for _, client, version, _ in reversed(outcome.order)}
-            if points.killed.name == "server" and first_versions != dict.fromkeys(SITES, 0):
-                differences.append(f"an open visit of the killed server is lost: {first_versions}")
-            if plan is PLANS["all clients"] and not differences:
-                assert_same(outcome.visits[ROUNDS - 1].model, whole.visits[ROUNDS - 1].model)
-            if differences:
-                found[f"{point} {counted.reached[point]} {draws}"] = differences
-    return counted.reached, found
+    chosen = choose(counted.reached)
+    for point, draws in chosen:
+        points = Points(point, draws)
+        outcome = points.run(plan)
+        kills = sum(text.startswith("will start again") for _, _, text in outcome.log)
+        kills += points.killed.is_dead  # the run has ended before the next start
+        differences = [*outcome.violations, *outcome.excluded, *([outcome.failure] if outcome.failure else [])]
+        if kills != 1 or outcome.rounds != ROUNDS:
+            differences.append(f"{kills} kills, {outcome.rounds} rounds")
+        first_versions = {client: version for _, client, version, _ in reversed(outcome.order)}
+        if points.killed.name == "server" and first_versions != dict.fromkeys(SITES, 0):
+            differences.append(f"an open visit of the killed server is lost: {first_versions}")
+        if plan is PLANS["all clients"] and not differences:
+            assert_same(outcome.visits[ROUNDS - 1].model, whole.visits[ROUNDS - 1].model)
+        if differences:
+            found[f"{point} {counted.reached[point]} {draws}"] = differences
+    return counted.reached, [counted.reached[point] for point, _ in chosen], found
+
+
+FILES = ("fsync", "replace", "unlink")
+MESSAGES = ("message in", "message out")
+KINDS = {("site", name) for name in (*FILES, *MESSAGES)}
+KINDS |= {("server", name) for name in (*FILES, "open", "rename")}
+KINDS |= {("server", f"{name}, {moment}") for name in MESSAGES for moment in ("before", "after")}
 
 
 def test_some_points():
-    reached, found = kill_everywhere(PLANS["buffer"], 47)
+    reached, killed, found = kill_everywhere(PLANS["buffer"], middle_points)
     assert {name.partition(",")[0] for name in reached} == {"server", *SITES}
+    assert sorted(map(kind_of, killed)) == sorted(KINDS)
     assert found == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_every_point(name):
-    reached, found = kill_everywhere(PLANS[name])
+    reached, _, found = kill_everywhere(PLANS[name])
     assert len(reached) > 140
     assert found == {}
