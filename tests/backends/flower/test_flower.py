@@ -27,17 +27,18 @@ def numbers_of(book):
 ALIKE = ("fedadam", "fairavg", "fedatt", "feddyn", "moon", "fedala", "krum", "deeplab", "silobn, pooled", "fedbn")
 ALIKE += ("fedavgm", "qffl", "a schedule of rounds", "frozen", "last local prototypes", "fedprox", "kept optimizers")
 ALIKE += ("sleeping", "dropout", "kept heads", "overfitting")
-# Other tests of this folder compare the first three with one process; the others train like "fedper" and "fedprox".
-ALIKE += ("fedavg", "secure sum", "silobn", "fednova", "two optimizers")
-# "fedss" and "fedper" also in other tests of this folder; the others send entries like "fedmargin" and "recalibrate".
-ALIKE += ("fedss", "fedper", "fedfusion", "fixbn", "attacked")
+ALIKE += ("fednova", "two optimizers", "fedfusion", "fixbn", "attacked")
+# Other tests of this folder compare the first three models with one process, the loss of "silobn", and the bytes of
+# "fedss".
+ALIKE += ("fedavg", "secure sum", "fedper", "silobn", "fedss")
+SAME_COHORTS = ("ditto", "fesem", "fedmargin", "recalibrate", "a schedule of steps", "bf16")  # of the fast cases
 
 
 @pytest.mark.parametrize("name", quick(CASES, [name for name in CASES if name not in ALIKE]))
 def test_methods(name, federated_trainer, tmp_path):
     """Compares global models, bytes and the round log."""
     case = CASES[name]
-    rounds = 3 if name in ("fedma", "scaffold") else 2  # one per layer; a client that misses a round
+    rounds = 2 if name in SAME_COHORTS else 3  # a client can miss a round; one round for each layer of "fedma"
     data = case.data(SIZES)
     here, trainer = in_process(
         federated_trainer, case.module, data, case.federation(), rounds, case.callbacks(), options=case.options
