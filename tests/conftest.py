@@ -108,6 +108,25 @@ def loaders_as_they_were():
             setattr(cls, name, method)
 
 
+@pytest.fixture(scope="module")
+def subclasses_are_remembered():
+    """Until the next import, command lines share the search for subclasses."""
+    from lightning_fed.recipe import remembered_subclasses
+
+    with remembered_subclasses():
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_recipe_in_checkpoints():
+    """Writing the recipe takes as long as a short run."""
+    from lightning_fed.recipe import FederatedCLI
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FederatedCLI, "config_dump", {}, raising=False)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_waiting_for_the_disk():
     """Disables `fsync`, which only matters for power failures."""

@@ -74,7 +74,10 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 OFFLINE = str(ROOT / "recipes" / "shapes_deeplab.yaml")
 
 # Lightning 2.6 calls a function deprecated in jsonargparse 4.53.
-pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("subclasses_are_remembered"),
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+]
 
 # 3 clients with 12 scenes of 32 x 32 pixels, and a small network.
 TINY = [
@@ -93,13 +96,6 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lightning-fed"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("JSONARGPARSE_DEBUG", raising=False)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def subclasses_are_remembered():
-    """Until the next import, command lines share the search for subclasses."""
-    with remembered_subclasses():
-        yield
 
 
 class Built(FederatedCLI):

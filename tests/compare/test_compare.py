@@ -5,7 +5,6 @@ The recipes come from `compare_script.py`.
 
 import copy
 import csv
-import gc
 import json
 import math
 import re
@@ -15,6 +14,7 @@ import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -43,7 +43,7 @@ from lightning_fed.compare import (
 )
 from lightning_fed.compare.central import central_trainer
 from lightning_fed.datasets import Synthetic
-from lightning_fed.recipe import FederatedCLI, remembered_subclasses
+from lightning_fed.recipe import FederatedCLI
 from lightning_fed.report.terminal import draw_tables
 from lightning_fed.tasks import ClassificationTask
 from tests import models, warm_process
@@ -64,7 +64,10 @@ LEFT_OUT = (CENTRAL, *MANY_CLASSES, *WITH_OPTIONS, *ALIKE_HERE, *ASYNCHRONOUS)
 METHODS = [name for name in method_choices() if name not in LEFT_OUT]
 
 # Lightning 2.6 calls a function deprecated in jsonargparse 4.53.
-pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("subclasses_are_remembered", "no_recipe_in_checkpoints"),
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -92,14 +95,10 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def subclasses_are_remembered():
-    """Until the next import, command lines share the search for subclasses.
-
-    Runs end without a garbage collection, and checkpoints have no copy of the recipe.
-    """
-    with remembered_subclasses(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "collect", lambda: 0)
-        patch.setattr(FederatedCLI, "config_dump", {}, raising=False)
+def no_garbage_collection():
+    """Runs of a comparison end without a garbage collection."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_fed.compare.plan.gc", SimpleNamespace(collect=lambda: 0))
         yield
 
 
@@ -394,7 +393,8 @@ def assert_alike(out, whole):
 
 
 @pytest.mark.parametrize("where", quick(PLACES, ["in validation"]))
-def test_interrupted_and_started_again(where, whole, tmp_path, capsys):
+def test_interrupted_and_started_again(where, whole, tmp_path, capsys, monkeypatch):
+    monkeypatch.delattr(FederatedCLI, "config_dump")  # with copies of the recipe in the checkpoints
     out = tmp_path / "out"
     Notes.place, left = PLACES[where]
     number = Notes.place[0]

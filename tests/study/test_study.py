@@ -21,7 +21,6 @@ from torchmetrics.functional.classification import binary_f1_score, binary_matth
 from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.cli.main import main
 from lightning_fed.compare import MethodChoice, run
-from lightning_fed.recipe import FederatedCLI, remembered_subclasses
 from lightning_fed.study import SiteScores, site_scores
 from lightning_fed.study.answers import answer_site
 from lightning_fed.study.site_scores import _identity, check_sites, score_site, single_cases
@@ -33,7 +32,10 @@ from tests.recorders import assert_same
 from tests.study.sites import RECIPE, SIZES, Cases, Net, Sites, cases
 
 # Lightning 2.6 calls a function deprecated in jsonargparse 4.53.
-pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("subclasses_are_remembered", "no_recipe_in_checkpoints"),
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+]
 
 METHODS = ("--methods", "local", "central", "fedavg", "--seeds", "2")
 
@@ -44,14 +46,6 @@ def in_a_new_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lightning-fed"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def subclasses_are_remembered():
-    """Until the next import, command lines share the search for subclasses; checkpoints have no copy of the recipe."""
-    with remembered_subclasses(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FederatedCLI, "config_dump", {}, raising=False)
-        yield
 
 
 def study(*arguments):
