@@ -415,7 +415,11 @@ IN_ANY_ORDER = [*RULES, *STEPS, *OWN_MODELS, "fednova", Method("krum", steps=[Bu
     ("aggregator", "cohort"),
     quick(
         [(rule, cohort) for rule in IN_ANY_ORDER for cohort in (1.0, 2)],
-        [(rule, (1.0, 2)[place % 2]) for place, rule in enumerate(IN_ANY_ORDER[::4])],
+        [
+            *((rule, (1.0, 2)[place % 2]) for place, rule in enumerate(IN_ANY_ORDER[::4])),
+            ("scaffold", 2),
+            ("fednova", 2),
+        ],
     ),
 )
 def test_the_order_of_the_clients_does_not_matter(aggregator, cohort, either_trainer):
