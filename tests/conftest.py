@@ -83,12 +83,19 @@ def no_leaks():
     assert not [thread.name for thread in left if thread.is_alive()]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def console_as_it_was():
     """Lightning's rich bar changes rich's global console: escape codes would be in the tables of later tests."""
+    before = console_options()
     yield
-    if "rich" in sys.modules:
+    if console_options() is not before:
         sys.modules["rich"].reconfigure()
+
+
+def console_options():
+    """Each change replaces the dictionary."""
+    console = getattr(sys.modules.get("rich"), "_console", None)
+    return None if console is None else vars(console)
 
 
 @pytest.fixture(autouse=True)

@@ -1192,7 +1192,6 @@ def test_what_the_trainer_was_told_of_reloading_comes_back(plain_trainer):
     assert trainer.reload_dataloaders_every_n_epochs == 3
 
 
-@pytest.mark.usefixtures("console_as_it_was")
 @pytest.mark.parametrize("kind", ["tqdm", "rich"])
 def test_the_bar_counts_rounds(kind, federated_trainer, capfd):
     pytest.importorskip(kind)

@@ -5,10 +5,7 @@ import pytest
 from lightning_fed.callbacks import FederatedProgressBar, FederatedRichProgressBar
 from tests import models
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
-    pytest.mark.usefixtures("console_as_it_was"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 
 CLIENTS = models.vectors({"ann": 9, "[bob]": 8, "cid": 12})
 
