@@ -2,6 +2,7 @@
 
 import logging
 import os
+from multiprocessing import forkserver
 
 import pytest
 
@@ -32,10 +33,23 @@ pytestmark = [
 ]
 
 
+@pytest.fixture
+def own_server(monkeypatch):
+    """The package starts its own process for imports, as in use, instead of the tests' process."""
+    server = forkserver.ForkServer()
+    for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+        monkeypatch.setattr(forkserver, name, getattr(server, name))
+    yield server
+    server._stop()  # noqa: SLF001 - for tests
+
+
 @pytest.fixture(autouse=True)
-def no_process_left(monkeypatch):
+def no_process_left(request, monkeypatch):
     """Ends the processes of all sites after a test."""
-    warm_process.start_server()
+    if "own_server" in request.fixturenames:
+        request.getfixturevalue("own_server")  # stopped after the processes
+    else:
+        warm_process.start_server()
     groups, start = [], Processes._start  # noqa: SLF001 - the public door hides the processes
     monkeypatch.setattr(Processes, "_start", lambda self: [groups.append(self), start(self)])
     yield groups
@@ -82,6 +96,14 @@ def test_a_visit_is_lightnings_ddp(make, tmp_path):
     codes = sites.run_ranks(sites.plain_ddp, tmp_path / "plain.pt", make, "ann", visit.seed, 2)
     assert codes == [0, 0]
     assert_same(state_of(trained), torch.load(tmp_path / "plain.pt"))
+
+
+@pytest.mark.slow
+def test_a_process_for_imports_is_started_by_the_package(own_server, federated_trainer, tmp_path):
+    trained, _ = fit(tmp_path, 1, lambda: Federation(seed=3))
+    assert own_server._forkserver_pid is not None  # noqa: SLF001
+    _, expected = one_process(federated_trainer, Federation(seed=3), 1)
+    assert_close(trained, expected)
 
 
 def test_synchronised_batch_norm_has_the_statistics_of_joint_batches(federated_trainer, tmp_path):
