@@ -162,7 +162,9 @@ def test_a_picture_says_which_image_it_shows_and_what_its_colours_mean(names, fe
     assert colors == [list(color) for color in default_colors(2)]
 
 
-def test_it_changes_nothing(federated_trainer, tmp_path):
+@pytest.mark.parametrize("has_axes", quick([True, False], [False]))
+def test_it_changes_nothing(has_axes, federated_trainer, tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "has_matplotlib", lambda: has_axes)
     states = []
     for callbacks in ([], [ClientSegmentations(1, tmp_path)]):
         trained = module()
