@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import signal
 import tempfile
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,8 +108,14 @@ class Outcome:
 def rehearse(plan: Plan, seed: int) -> Outcome:
     """Runs a deployment's server and clients in simulated time. Equal ``plan`` and ``seed`` give an equal outcome."""
     outcome = Outcome(seed)
-    with tempfile.TemporaryDirectory() as name:
-        _Run(plan, outcome, Path(name).resolve()).run()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            _Run(plan, outcome, Path(name).resolve()).run()
+    finally:
+        # A killed server does not remove Lightning's handler, with references to all objects of the server.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
     return outcome
 
 

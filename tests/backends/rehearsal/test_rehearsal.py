@@ -2,8 +2,11 @@
 
 import copy
 import functools
+import gc
 import json
 import math
+import signal
+import weakref
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from lightning_fed.backends.wire.answer_file import AnswerFile
 from lightning_fed.backends.wire.packets import Packet
 from lightning_fed.backends.wire.remote_client_store import RemoteClientStore
 from lightning_fed.backends.wire.secure_sum_client import ClientSum
+from lightning_fed.backends.wire.server import ServerRunner
 from lightning_fed.backends.wire.transport import Deadline, Transport
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.errors import ClientFault
@@ -47,6 +51,22 @@ def test_all_invariants_hold(name, seed):
     assert not outcome.violations
     assert outcome.failure is None
     assert outcome.rounds == PLANS[name].rounds
+
+
+def test_killed_servers_leave_no_object_and_no_signal_handler(monkeypatch):
+    servers, handler = [], signal.getsignal(signal.SIGTERM)
+
+    def keep_reference(server, *arguments, **options):
+        servers.append(weakref.ref(server))
+        return run(server, *arguments, **options)
+
+    run = ServerRunner.run
+    monkeypatch.setattr(ServerRunner, "run", keep_reference)
+    rehearse(PLANS["restarts"], 1)
+    assert len(servers) > 1
+    assert signal.getsignal(signal.SIGTERM) is handler
+    gc.collect()
+    assert not any(server() for server in servers)
 
 
 def test_equal_seeds_have_equal_logs():
