@@ -42,10 +42,11 @@ class Channel:
         down: Whether the server sends the tensors with the broadcast.
         memory: Whether clients keep the tensors between rounds.
         server: Whether the server keeps the tensors between rounds.
-        bounds: Limits for the clients' numbers; ``"none"`` for no limit. ``"above"`` excludes clients with a number
-            more than 128 times the round's median. ``"work"`` divides each number once by the client's planned work
-            (steps, or epochs times examples), and once by the planned epochs. A client is excluded if both quotients
-            are above, or both below, the median by more than :attr:`ChannelRule.octaves`.
+        bounds: Limits for the numbers reported by clients; ``"none"`` for no limit. ``"above"`` excludes a client with
+            a number more than about 128 times the round's median. ``"work"`` compares two quotients with the round's
+            median of the same quotient: the number divided by the planned epochs, and the number divided by epochs
+            times examples (with ``local_steps``, twice by the steps). A client is excluded if both quotients are too
+            large, or both too small, by more than ``2 ** octaves`` (:attr:`ChannelRule.octaves`).
     """
 
     form: Literal["entry", "numbers", "number"] = "entry"
@@ -81,7 +82,7 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """Numbers sent by one client, by name and model entry. ``octaves``: base-2 exponents of numbers with limits."""
+    """Numbers reported by a client, by channel and entry. ``octaves``: base-2 exponents of numbers with ``bounds``."""
 
     num_samples: int
     numbers: dict[str, dict[str, float]]
@@ -90,11 +91,11 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Sums over the updates of clients whose reported numbers have the same magnitude (base-2 exponent).
+    """Running sums over the updates of clients with reported numbers of similar size (equal base-2 exponents).
 
-    Single updates are not stored. To exclude clients with implausible numbers, the rule omits the sum for a magnitude.
-    ``means`` maps each channel (tensors in addition to the model) to the mean over clients. ``sums`` maps entry names
-    to further objects of the rule, with a method ``merge``.
+    A round has a separate part for each size, because single updates are not stored: to exclude clients with
+    implausible numbers, the rule omits the clients' part. ``running`` has the mean model. ``means`` maps each channel
+    (tensors in addition to the model) to the mean over clients, and ``sums`` maps entry names to a rule's own sums.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)
@@ -113,13 +114,13 @@ class Part:
 
 @dataclass
 class ChannelVisit:
-    """Channel tensors (exchanged in addition to the model) during one client's training in a round.
+    """One client's local training in a round, with the tensors exchanged in addition to the model (channels).
 
-    ``parameters`` are the parameters shared with the server, and ``start`` contains the received model entries.
-    ``down`` (received from the server), ``memory`` (kept on the client) and ``up`` (sent to the server) contain tensors
-    by channel name and entry name. At the end of the training ``records`` contains the last result of
-    :meth:`ChannelRule.follow_step` for each entry name. If several clients train together on stacked tensors, ``row``
-    is this client's index in the stack. ``steps`` is the number of optimizer steps.
+    ``parameters`` are the parameters shared with the server, and ``start`` is the received model. Three dictionaries
+    contain tensors by channel name and entry name: ``down`` from the server, ``memory`` kept on the client between
+    rounds, and ``up`` for the server. After the training, ``records`` maps entry names to the last results of
+    :meth:`ChannelRule.follow_step`, such as sums over the steps. ``steps`` is the number of optimizer steps. If several
+    clients train together on stacked tensors, ``row`` is this client's index in the stack.
     """
 
     trainer: L.Trainer
@@ -140,9 +141,9 @@ class ChannelRule(AveragingAggregator):
 
     Attributes:
         octaves: For channels with ``bounds="work"``: base-2 logarithm of the largest accepted ratio between a client's
-            number and the median over the clients.
-        work: For each client the planned epochs, and the planned steps (or epochs times examples). A client without an
-            entry has one epoch over all examples.
+            quotient (see :class:`Channel`) and the median over the clients.
+        work: The divisors for these quotients by client: the planned epochs, and epochs times examples. With
+            ``local_steps`` both are the number of steps. By default, one epoch over all examples.
 
     Example:
         >>> class LastGradient(ChannelRule):
@@ -181,16 +182,16 @@ class ChannelRule(AveragingAggregator):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Follows a parameter's gradient in an optimizer step, before the correction. Returns a record, such as a sum.
+        """Called in every optimizer step for each parameter, for example to sum the gradients of a round.
 
-        ``record`` is the return value from the previous step in this round; ``None`` in the first step. The gradient
-        includes the loss scale ``scale``. ``group`` is the parameter's group in the optimizer, ``state`` the optimizer
-        state.
+        The returned object is passed to the next step as ``record`` (``None`` in the first step), and finally stored in
+        ``visit.records``. The gradient does not yet contain the term from :meth:`correct`, but includes the loss scale
+        ``scale``. ``group`` is the parameter's group in the optimizer, ``state`` the optimizer state.
         """
         return record
 
     def correct(self, parameter: nn.Parameter, correction: Tensor) -> Tensor:
-        """Computes the term added to a parameter's gradient, from the result of :meth:`begin_visit`."""
+        """Returns the term to add to a parameter's gradient, by default ``correction`` (from :meth:`begin_visit`)."""
         return correction
 
     def end_visit(self, visit: ChannelVisit) -> None:
@@ -227,7 +228,10 @@ class ChannelRule(AveragingAggregator):
         self.parts[key] = part
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds an update, with the method's tensors ``up``, to ``part``. An invalid update must not change ``part``."""
+        """Adds a client's update, and the client's tensors ``up`` by channel and entry, to the running sums ``part``.
+
+        An invalid update must not change ``part``.
+        """
         self.add_to(part.running, update, self.weight(update))
         for title, values in up.items():
             if title in self.channels and self.channels[title].form == "entry":
@@ -244,9 +248,9 @@ class ChannelRule(AveragingAggregator):
             self.parts.setdefault(key, Part()).merge(part)
 
     def join(self) -> Part:
-        """Merges the round's sums over clients, stored separately by magnitude of the clients' numbers.
+        """Merges the round's parts (running sums over clients with reported numbers of similar size) into one part.
 
-        Implausible numbers raise ``BadUpdates``.
+        If clients report numbers far from the round's median, discards these clients' parts, and raises ``BadUpdates``.
         """
         self._exclude()
         if len(self.parts) == 1:

@@ -25,9 +25,8 @@ class FedAvg(AveragingAggregator):
     - For: any federation; the baseline for other methods.
 
     Args:
-        row_weighting: Divisor for a row's summed change, if clients receive only some rows of a parameter: the weights
-            of
-            all clients (``"global"``), or the weights of the clients with this row (``"per_row"``).
+        row_weighting: If clients receive only some rows of a parameter: a row's summed change is divided by the total
+            weight over all clients (``"global"``), or over the clients with this row (``"per_row"``).
 
     Raises:
         ValueError: If ``row_weighting`` is unknown.

@@ -64,7 +64,7 @@ class FedDyn(ChannelRule):
         self.alpha = check_positive("alpha", alpha)
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        """Computes FedDyn's constant gradient term by entry: stored term plus ``alpha`` times the received value."""
+        r"""Returns :math:`\alpha x + g_i` by entry name. The gradient term is :math:`\alpha y` minus this tensor."""
         corrections, gradients = {}, visit.memory["feddyn"]
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad:

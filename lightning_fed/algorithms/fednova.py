@@ -38,10 +38,10 @@ class FedNova(ChannelRule):
     .. math:: x \leftarrow x - \tau \sum_i p_i \Delta_i, \qquad \Delta_i = \frac{x - y_i}{\lVert a_i \rVert_1}, \qquad
         \tau = \sum_i p_i \lVert a_i \rVert_1
 
-    Here :math:`p_i` is the client's share of all examples, and :math:`\lVert a_i \rVert_1` is the sum of the client's
-    step lengths. In local training, SGD turns the gradients :math:`g_k` into :math:`x - y_i = \sum_k \alpha_k g_k`, and
-    the length is :math:`\sum_k \alpha_k`, one number per shared parameter. The client simulates the optimizer's steps
-    with gradient 1:
+    Here :math:`p_i` is the client's share of all examples, and :math:`\lVert a_i \rVert_1` is the client's *length* for
+    a parameter. In local training, SGD turns gradients :math:`g_k` into :math:`x - y_i = \sum_k \alpha_k g_k`, and the
+    length is the sum of the factors, :math:`\sum_k \alpha_k`. The client computes the length by simulating the
+    optimizer's steps with gradient 1:
 
     .. math:: b_k = \rho b_{k-1} + (1 - \mu d_{k-1}), \qquad d_k = d_{k-1} + \eta_k b_k, \qquad
         \lVert a_i \rVert_1 = d_K
@@ -53,9 +53,10 @@ class FedNova(ChannelRule):
     :math:`(1 - (1 - \eta \mu)^K) / (\eta \mu)` with a proximal term. The factor :math:`\eta` cancels in the average.
     Wang et al. 2020, eqs. 8 to 10.
 
-    Clients could report false lengths. The server therefore excludes a client if the length per planned epoch and the
-    length per planned step (or example) both differ too much from the round's medians. The largest allowed factor is
-    about 8 with ``local_steps`` and 64 with epochs, larger with momentum or with schedulers per batch.
+    A client could report a false length. The server therefore excludes a client if two quotients are too far from the
+    round's medians: length per planned epoch, and length per example (with ``local_steps``, length per step). The
+    largest accepted factor is about 8 with ``local_steps``. The factor is about 64 with epochs, because clients may
+    have different batch sizes, and larger with momentum or with schedulers per batch.
 
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
     paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
@@ -121,7 +122,7 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Simulates one SGD step with gradient 1. Returns the momentum, and the distance from the start by step."""
+        """Simulates SGD step k with gradient 1. Returns the momentum buffer, and the lengths after steps 1 to k."""
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length

@@ -73,9 +73,9 @@ class HeadThenBody(FederatedCallback):
         self._head = [parameter for name, parameter in parameters if name not in broadcast.state]
         if not body or not self._head:
             raise MisconfigurationException(
-                "`HeadThenBody` trains personal parameters first and shared parameters afterwards, but got "
-                f"{len(self._head)} personal and {len(body)} shared parameters: name the head's parameters in "
-                "`personal`."
+                "`HeadThenBody` needs trainable personal parameters (the head, trained first) and trainable shared "
+                f"parameters (the body, trained second), but got {len(self._head)} personal and {len(body)} shared "
+                "parameters: name the head's parameters in `personal`."
             )
         self._left = self.head_epochs * (find_federation(trainer).population.batches_per_epoch(client) or 0)
         self._freeze(body)

@@ -29,7 +29,7 @@ class GradientTerm(FederatedCallback):
 
     @property
     def factor(self) -> float:
-        """Factor for the terms added to the gradients of all parameters, by default 1."""
+        """Number multiplied with every parameter's term before the addition to the gradient, by default 1."""
         return 1.0
 
     @abstractmethod

@@ -82,8 +82,8 @@ def _run_example(module: nn.Module, state: Mapping[str, Any], example: Any) -> N
             module(*args, **kwargs)
         except Exception as error:  # modules with fixed widths in their code may raise any exception
             raise ValueError(
-                "Expected the module to run with the widths of the checkpoint, but an example raised "
-                f"{_first_line(error)}"
+                "Expected `forward` to work with the checkpoint's layer widths (instead of widths fixed in the code), "
+                f"but a call with the example input raised {_first_line(error)}"
             ) from error
 
 

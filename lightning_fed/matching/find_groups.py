@@ -75,9 +75,9 @@ def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: 
 
 
 def _split_blocks(family: list[_Neuron]) -> list[tuple[list[_Neuron], int]]:
-    """Splits neurons into sets whose neurons can be exchanged.
+    """Splits neurons into sets. Only neurons in the same set may be permuted with one another.
 
-    Returns pairs of a set and the number of GroupNorm blocks in the set (1 without such blocks).
+    Returns each set with the number of GroupNorm blocks (1 without). Neurons stay in a block; whole blocks may move.
     """
     # Whole blocks are exchangeable if all blocks have equal size and no normalization group spans two blocks.
     blocks: dict[frozenset[Constraint], list[_Neuron]] = defaultdict(list)

@@ -54,7 +54,7 @@ def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 class WidthRatio(NamedTuple):
-    """Two layer widths with a constant ratio, each with the name of a layer or of a state dict entry."""
+    """Two layer widths with a fixed ratio, each with the name of a layer or of a state dict entry."""
 
     producer: str
     out_width: int
@@ -63,9 +63,9 @@ class WidthRatio(NamedTuple):
 
 
 def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
-    """Finds layer widths with constant ratios, within layers and between consecutive layers of an ``nn.Sequential``.
+    """Finds pairs of widths that must keep a fixed ratio after resizing: in one layer, or along an ``nn.Sequential``.
 
-    In the example, the last layer's weight and bias have equal widths, and 36 inputs correspond to 4 channels.
+    In the example, weight and bias in layer 2 have equal widths, and 4 channels from layer 0 become 36 inputs.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.Flatten(), nn.Linear(36, 2))
@@ -82,7 +82,7 @@ def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
 
 
 def _ratios_within(name: str, layer: nn.Module) -> Iterator[WidthRatio]:
-    """Yields pairs of dimensions of the same size in one layer, such as dimension 0 of the weight and of the bias."""
+    """Yields pairs of dimensions in one layer with necessarily equal sizes, such as dimension 0 of weight and bias."""
     shapes = {
         key: value.shape
         for key, value in chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))

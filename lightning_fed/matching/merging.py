@@ -37,9 +37,9 @@ class MergedGroup(NamedTuple):
         name: Group name.
         before: Number of neurons in each network.
         width: Number of neurons in the merged network.
-        matched: Fraction of neurons matched with another network.
-        agreement: Squared neuron norms after averaging, as a share of the norms before: 1 for equal neurons.
-        seconds: Time for matching this group, without aligning all groups (:func:`align_networks`).
+        matched: Fraction of neurons with a matched neuron in another network.
+        agreement: Sum of the neurons' squared norms after averaging, divided by the sum before: 1 for equal neurons.
+        seconds: Time for matching this group. The alignment of all groups (:func:`align_networks`) is not included.
     """
 
     name: str
@@ -75,14 +75,15 @@ class MatchedAverage:
     data.
 
     Args:
-        mode: ``"grow"`` adds unmatched neurons (with the marginal score, up to 1.25 times the width); ``"permute"``
-            matches neurons one to one and preserves widths; ``"none"`` averages without matching.
-        order: Group order, and entries used to compare neurons: ``"fedma"`` or ``"pfnm"``.
+        mode: ``"grow"`` keeps unmatched neurons as additional neurons (with the marginal score, up to 1.25 times the
+            width); ``"permute"`` matches neurons one to one and preserves widths; ``"none"`` averages without matching.
+        order: ``"fedma"`` matches from the first group on, by incoming weights; ``"pfnm"`` from the last group on, by
+            outgoing weights (:func:`~lightning_fed.matching.match_states`).
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: Larger values add more neurons; if ``None``, the default of ``score``.
-        passes: Maximum matching passes over the networks per group.
-        sweeps: Maximum number of passes in :func:`~lightning_fed.matching.align_networks`. With ``"grow"`` these passes
-            precede the matching.
+        passes: With ``"grow"``: maximum passes over the networks to match one group.
+        sweeps: Maximum passes over all networks and groups in :func:`~lightning_fed.matching.align_networks`. With
+            ``"grow"`` the alignment precedes the matching with additional neurons.
         batch_norm: Whether to measure BatchNorm's running statistics on data (``"recalibrate"``) or to average them.
         inputs: Inputs in a batch: index, key or function; ``None``: the first element or a key such as ``"image"``.
         seed: Seed for the network order.

@@ -21,12 +21,12 @@ Constraint: TypeAlias = tuple[Literal["apart", "within", "block"], int]
 
 
 class UnionFind:
-    """Disjoint sets of neuron ids with constraints. Only neurons with equal constraints can be exchanged.
+    """Disjoint sets of neuron ids: all ids in a set belong to one neuron. Constraints restrict exchanges of neurons.
 
-    - ``"apart"``: neurons in one slice of a tensor, if the slices are used in different operations.
-    - ``"within"``: neurons in a common reduction (mean, norm or attention), so the result depends on the number of
-      neurons.
-    - ``"block"``: neurons in one group of a group normalization. Only whole groups can be exchanged.
+    - ``"apart"``: neurons in one slice of a tensor, if other slices have different uses. These neurons can be
+      exchanged only with each other, and no neuron can be added.
+    - ``"within"``: as ``"apart"``, for neurons in a common reduction (mean, norm or attention).
+    - ``"block"``: neurons in one group of a group normalization. Neurons stay in the group; whole groups may move.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class UnionFind:
         return torch.tensor([self.find(neuron_id) for neuron_id in unique.tolist()], dtype=torch.int64)[inverse]
 
     def unite(self, first: Tensor, second: Tensor) -> None:
-        """Marks the ids at equal positions in two expanded tensors as one neuron. Skips the id for constants."""
+        """Unites, at each position of two broadcast tensors, the two ids into one neuron. Skips ids of constants."""
         expanded = first + torch.zeros_like(second), second + torch.zeros_like(first)
         pairs = torch.stack([ids.reshape(-1) for ids in expanded], 1)
         for left, right in torch.unique(pairs, dim=0).tolist():
@@ -79,7 +79,7 @@ class UnionFind:
 
 @dataclass(frozen=True, eq=False)
 class TracedActivation:
-    """Activation with the id of a neuron for each element. ``ids`` has length 1 along dimensions with equal ids."""
+    """An activation's shape, and each element's neuron id (``ids``, with length 1 along dimensions with equal ids)."""
 
     ids: Tensor
     shape: tuple[int, ...]

@@ -1,18 +1,18 @@
 r"""Matches one layer's client neurons to a variable number of global neurons.
 
-- Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019: the model and the
-  published score; each layer is matched once, without training between layers.
+- Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019: the model, and the
+  score in the authors' program ("published"); each layer is matched once, without training between layers.
 - Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020: as in PFNM, with training between layers.
 - Yurochkin et al., "Statistical Model Aggregation via Parameter Matching" (SPAHM), NeurIPS 2019: the marginal score.
 
-A global neuron is drawn around a prior mean, and a client neuron around its global neuron. A Beta-Bernoulli process
-determines the global neurons of each client:
+In the model, global neuron *i*, :math:`\theta_i`, is drawn around a prior mean :math:`\mu`. Neuron *l* of client *j*,
+:math:`w_{jl}`, is drawn around a global neuron. A Beta-Bernoulli process determines each client's global neurons:
 
 .. math:: \theta_i \sim \mathcal{N}(\mu, \sigma_0^2) \qquad
     w_{jl} \mid \theta_i \sim \mathcal{N}(\theta_i, \sigma_j^2)
 
 Two neurons of one client are never matched with the same global neuron. Clients are matched one after another with all
-existing global neurons or with new ones. Each assignment maximises the sum of scores.
+existing global neurons or with new ones. Each assignment maximises the sum of scores (:func:`match_neurons`).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _CHUNK = 2**22  # elements per matrix product
 
 
 class NeuronMatch(NamedTuple):
-    """Assignment of the neurons of J clients (client j has L_j neurons) to L global neurons, each with D weights.
+    """Assignment of neurons from J clients to L global neurons. Client j has L_j neurons. All neurons have D weights.
 
     Attributes:
-        assignments: For each client the index of each neuron's global neuron, int64, shape ``(L_j,)``.
-        means: Mean over the client neurons of each global neuron, shape ``(L, D)``.
+        assignments: For each client, the index of the global neuron matched to each neuron: int64, shape ``(L_j,)``.
+        means: For each global neuron, the mean over the matched client neurons, shape ``(L, D)``.
         estimate: Most probable global neurons, shape ``(L, D)``: the means, shrunk towards the prior mean.
-        owners: Number of clients with each global neuron (owners), int64, shape ``(L,)``.
-        variance: Client variances in the matching, shape ``(J, D)``.
-        prior_variance: Prior variances in the matching, shape ``(D,)``.
+        owners: For each global neuron, the number of clients with a matched neuron, int64, shape ``(L,)``.
+        variance: Each client's variance around the global neurons, used for matching, shape ``(J, D)``.
+        prior_variance: Variance of global neurons around the prior mean, used for matching, shape ``(D,)``.
         passes: Number of passes over all clients after the first matching.
     """
 
@@ -73,12 +73,13 @@ def match_neurons(
     passes: int = 5,
     max_width: int | None = None,
 ) -> NeuronMatch:
-    r"""Matches the neurons of one layer across clients (BBP-MAP).
+    r"""Matches the neurons of one layer across clients (Beta-Bernoulli process, maximum a posteriori: BBP-MAP).
 
-    With :math:`J` clients and precisions :math:`p_j = 1 / \sigma_j^2` and :math:`p_0 = 1 / \sigma_0^2`, each global
-    neuron has :math:`n_i` owners, the weighted sum :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and the precision
-    :math:`P_i = p_0 + \sum p_j` over its client neurons. The current client is removed from these sums. With
-    :math:`u = p_j w`, the score of a client neuron :math:`w` is
+    Neuron *l* of client *j*, :math:`w_{jl}`, has variance :math:`\sigma_j^2` around a global neuron. Global neurons
+    have variance :math:`\sigma_0^2` around the prior mean :math:`\mu`. The inverse variances are :math:`p_j` and
+    :math:`p_0`. Global neuron *i* is matched with neurons from :math:`n_i` of :math:`J` clients (owners), with the sums
+    :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and :math:`P_i = p_0 + \sum p_j` over these neurons. While client *j* is
+    matched, the sums exclude this client. With :math:`u = p_j w`, the score of a client neuron :math:`w` is
 
     .. math::
         \sum_d \Big( \frac{(A_{id} + u_d)^2}{P_{id} + p_{jd}} - \frac{A_{id}^2}{P_{id}}
@@ -91,19 +92,19 @@ def match_neurons(
         + \Big[ \log \frac{p_{0d}}{p_{0d} + p_{jd}} \Big] \Big) + 2 \log \frac{\gamma}{J} - 2 \log k
 
     - ``"published"``: the score in the programs for PFNM and FedMA, without the terms in brackets, with :math:`c = 1`,
-      :math:`n_i` capped at 10, and at most 700 global neurons plus one. With unit variances, the values of neurons with
-      a small norm hardly influence the result. If all clients have equally many neurons with norms well below 1, each
-      client after the first adds one neuron for each integer :math:`k < \gamma \sqrt{J - 1} / J`, for any weights: with
+      :math:`n_i` capped at 10, and at most 700 global neurons plus one. With unit variances, this score hardly
+      distinguishes neurons with norms well below 1. If all clients have equally many such neurons, each client after
+      the first adds one neuron for each integer :math:`k < \gamma \sqrt{J - 1} / J`, for any weights: with
       :math:`\gamma = 7` three neurons for 2 to 4 clients, two for 5 to 11, one for 12 to 47.
-    - ``"marginal"``: the score of the model, with the terms in brackets and :math:`c = 2`. With estimated variances,
-      this score finds the neurons that clients share, and creates new global neurons for all other neurons.
+    - ``"marginal"``: the score derived from the model, with the terms in brackets and :math:`c = 2`. With estimated
+      variances, this score finds the neurons that clients share, and creates new global neurons for all other neurons.
 
     The client with the most neurons defines the first global neurons. The other clients follow in order of decreasing
     width. In each later pass every client is matched again, in random order, until a pass changes nothing.
 
-    Estimated variances are maximum-likelihood values given the matching: one :math:`\sigma_j^2` per client and one
-    prior :math:`\sigma_0^2`, for each block of ``D``, by expectation maximization over the global neurons. The initial
-    value of all variances is half the variance of the values. Matching and estimation alternate at most three times.
+    Variances are estimated by maximum likelihood for the current matching: in each block of columns, one
+    :math:`\sigma_j^2` per client and one prior :math:`\sigma_0^2`, by expectation maximization over the global neurons.
+    All variances start at half the variance of the values. Matching and estimation alternate at most three times.
 
     Args:
         clients: Neurons of each client, shape ``(L_j, D)``, floating point. The computation uses at least float32.
@@ -342,9 +343,10 @@ def _numbers(name: str, value: float | Tensor, like: Tensor, shape: tuple[int, .
 
 
 def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns initial variances, shape ``(D,)``, for client and global neurons: half the variance of all values.
+    """Returns start values, shape ``(D,)``, for the client and prior variances: half the variance of a block's values.
 
-    Columns in a block (with a size in ``sizes``) share a variance. For equal values, the client variance is infinite.
+    Columns in a block (with a size in ``sizes``) share a variance. If all values in a block are equal, the block cannot
+    distinguish neurons: the client variance is infinite, so the matching ignores the block.
     """
     count = sum(len(client_neurons) for client_neurons in neurons)
     mean, squares = (to_float64(torch.zeros_like(neurons[0][0])) for _ in range(2))
@@ -402,11 +404,12 @@ def _maximise_likelihood(
     is_noise_known: bool,
     is_prior_known: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Estimates the clients' noise variances and the prior variance for some weights by expectation maximization.
+    """Returns each client's variance around the global neurons, and the prior variance, for a block of columns.
 
-    ``products``, shape ``(L, J, J)``, contains for each of L global neurons the inner products between the neurons of J
-    clients, after subtracting the prior mean. The products of missing neurons are 0. ``owned``, shape ``(L, J)``, marks
-    existing neurons. ``noise``, shape ``(J,)``, and ``prior`` are initial values, or final values if known.
+    Both are estimated by expectation maximization. ``products``, shape ``(L, J, J)``, contains for each of L global
+    neurons the inner products between the neurons of J clients, after subtracting the prior mean, and 0 for missing
+    neurons. ``owned``, shape ``(L, J)``, marks existing neurons. ``size`` is the number of columns. ``noise``, shape
+    ``(J,)``, and ``prior`` are start values, or fixed values with ``is_noise_known`` and ``is_prior_known``.
     """
     squares = products.diagonal(dim1=1, dim2=2)
     least = _LEAST_SHARE * squares.sum() / (owned.sum() * size)

@@ -90,11 +90,11 @@ def match_states(
     ``"pfnm"`` proceeds from the last to the first group and compares outgoing weights and biases, and in the first
     layer also incoming weights. Groups with fixed width are only permuted.
 
-    Matching compares each network with the earlier networks. Afterwards, alignment sweeps over all networks and groups
-    compare all weights (:func:`~lightning_fed.matching.align_networks`), at most ``sweeps`` times or until no neuron
-    changes place. With ``"grow"`` the sweeps precede the matching, and the matching compares all incoming weights
-    (``"pfnm"``: all weights). By default prior means are 0, and variances equal for all networks. BatchNorm's running
-    statistics are averaged too, and should be measured again with the merged network.
+    Matching compares each network with the earlier networks. If ``sweeps`` is above 0, an alignment follows, which
+    compares all weights (:func:`~lightning_fed.matching.align_networks`). With ``"grow"``, matching and alignment are
+    first done as with ``"permute"``. The matching with additional neurons then compares all incoming weights
+    (``"pfnm"``: all weights). BatchNorm's running statistics are averaged too, and should be measured again with the
+    merged network.
 
     Args:
         states: One state per network, with equal entries.
@@ -106,7 +106,7 @@ def match_states(
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         max_growth: Maximum width of a group as a multiple of a single network's width; if ``None``, no limit;
             ``"auto"`` for 1.25 with the marginal score, and no limit with the published score.
-        sweeps: Maximum number of alignment sweeps over all networks and groups; 0 for none.
+        sweeps: Maximum number of alignment sweeps over all networks and groups; 0 for no alignment.
         prior_weight: See :func:`~lightning_fed.matching.matched_mean`.
         options: Arguments for :func:`~lightning_fed.matching.match_neurons`, such as ``gamma``.
 

@@ -41,7 +41,7 @@ _AXIS_ORDERS = ("mT", "numpy_T", "permute", "swapaxes", "t", "transpose")
 
 
 def constant(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through tensors with one repeated value, such as zeros: the elements belong to no neuron."""
+    """Traces the creation of a tensor with one repeated value, such as zeros: no element belongs to a neuron."""
     return TracedActivation.filled(tracer.constant_id, call.shape)
 
 

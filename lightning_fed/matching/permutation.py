@@ -93,11 +93,11 @@ class PermutationGroup:
 def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> list[PermutationGroup]:
     """Changes the number of neurons in each of a network's permutation groups (neurons permuted together).
 
-    New neurons are placed after the group's existing neurons. Later groups on the same axis (after a concatenation) are
-    shifted. A group with fixed width, or with several blocks (for a group normalization), must keep its size.
+    New neurons are placed after the group's existing neurons. The positions of later groups on the same axis (after a
+    concatenation) shift accordingly. A group must keep its size without ``is_growable``, and with several ``blocks``.
 
     Raises:
-        ValueError: If the size of such a group changes, or the number of sizes is wrong.
+        ValueError: If a size that must not change is different, or the number of sizes is wrong.
 
     Example:
         >>> state = {"weight": torch.zeros(1, 2)}
@@ -278,9 +278,9 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits a matrix into blocks of columns. Each block, read row by row, has consecutive numbers.
+    """Splits an index matrix by columns into blocks. Read row by row, a block's indices count up in steps of 1.
 
-    Returns a block's first column, first number, and number of columns; ``None`` if no such split exists.
+    Returns each block's first column, first index and number of columns; ``None`` if no such split exists.
     """
     count, copies = positions.shape
     runs, column = [], 0
@@ -313,7 +313,8 @@ def _rearranged(
         blocks = source.cpu().view(group.blocks, -1) // (group.size // group.blocks)
         if not bool((blocks == blocks[:, :1]).all()):
             raise ValueError(
-                f"Expected an order within each of {group.blocks} blocks of the neurons of {group.name!r}."
+                f"Expected an order within each of {group.blocks} blocks (for a group normalization) in the neurons of "
+                f"{group.name!r}, but neurons move to another block: permute neurons within a block, or whole blocks."
             )
     parts: dict[Axis, list[tuple[GroupEntry, GroupEntry, Tensor]]] = {}
     for old, new, source in zip(before, after, sources, strict=True):
@@ -347,7 +348,7 @@ def _check_length(name: str, axis: int, entry: GroupEntry, value: Tensor) -> Non
     if axis >= value.ndim or value.shape[axis] != entry.length:
         raise ValueError(
             f"Expected axis {axis} of {name!r} to have length {entry.length}, but the shape is {tuple(value.shape)}: "
-            "pass the groups of this network."
+            "pass permutation groups found in this network."
         )
 
 

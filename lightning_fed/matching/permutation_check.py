@@ -49,7 +49,7 @@ class PermutationCheck:
         return _find_failing(list(groups), self._is_variant)
 
     def find_fixed_width(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """Finds growable groups of neurons in which additional neurons cause an error or change the outputs."""
+        """Tries additional neurons in each growable group. Returns the groups with an error or changed outputs."""
         growable = [group for group in groups if group.is_growable]
         return _find_failing(growable, lambda growing: self._has_fixed_width(groups, growing))
 
@@ -154,7 +154,7 @@ def restored_afterwards(module: nn.Module) -> Iterator[None]:
 def _find_failing(
     groups: list[PermutationGroup], fails: Callable[[list[PermutationGroup]], bool]
 ) -> list[PermutationGroup]:
-    """Finds groups with ``fails([group])`` true, by bisection; also groups that fail only in combination."""
+    """Finds by bisection the groups to remove until ``fails`` is false: all groups in a combination that fails."""
     if not groups or not fails(groups):
         return []
     if len(groups) == 1:

@@ -36,12 +36,13 @@ from lightning_fed.model.entries import entry_tensors, tensor_slots
 class PermutationGroups:
     """Permutation groups of a module (sets of neurons that can be permuted), in execution order.
 
-    The methods accept state dicts, also with missing entries. Orders, sizes and indices are dictionaries by group name.
+    The methods accept state dicts, also with missing entries. Permutations (``orders``), sizes and neuron indices are
+    dictionaries by group name.
 
     Attributes:
         groups: Permutation groups.
-        order: Entry names in execution order. Unused entries are omitted.
-        tied: Name of the earlier entry for each tied entry.
+        order: Names of used state dict entries in execution order.
+        tied: For entries with one shared tensor, maps each later name to the first name.
         unknown: Operations without a rule, with the number of calls. Neurons in such operations are not permuted.
     """
 
@@ -61,13 +62,14 @@ class PermutationGroups:
     ) -> PermutationGroups:
         """Finds the permutation groups of a module.
 
-        The module is traced with `torch.export` in evaluation mode. Each position on an entry's axis is traced through
-        the operations. Positions that contribute to the same element belong to one neuron. Inputs, outputs and neurons
-        in operations without a rule are not permuted, so groups may be missing but are never wrong.
+        The module is traced with `torch.export` in evaluation mode. Each index on a parameter's axis is followed
+        through the operations. Indices that contribute to the same element in an activation belong to one neuron.
+        Inputs, outputs and neurons in operations without a rule are not permuted, so groups may be missing but are
+        never wrong.
 
         The groups are then checked with random values in the module. A permutation of all groups may change the outputs
-        by a relative error of at most 1e-9, in float64. Failing groups are removed with a warning. If
-        additional neurons cause an error or change the outputs, the group's number of neurons becomes fixed.
+        by a relative error of at most 1e-9, in float64. Failing groups are removed with a warning. A second check adds
+        neurons to the groups: after an error or changed outputs, the group's number of neurons becomes fixed.
 
         Args:
             module: Any module; restored afterwards. The operations of ``forward`` must not vary between calls. Unused
@@ -158,7 +160,7 @@ class PermutationGroups:
     def features(
         self, state: Mapping[str, Tensor], name: str, roles: Sequence[Role] = ("out", "vec")
     ) -> dict[Axis, Tensor]:
-        """Feature vectors for matching neurons, see :func:`~lightning_fed.matching.neuron_features`."""
+        """Each neuron's weights, to compare neurons, see :func:`~lightning_fed.matching.neuron_features`."""
         return neuron_features(state, self[name], roles)
 
     def tie(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -32,8 +32,8 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
 
     Each state dict entry belongs to one stage. A stage contains all layers whose outputs are the neurons of one
     permutation group: one layer in a chain (as in FedMA, ICLR 2020, Algorithm 1), or all blocks of a residual stage.
-    Layers whose outputs are not permuted belong to the stage of the next layer. The last layers, such as the output
-    layer, form the last stage.
+    Layers whose outputs are not permuted belong to the stage of the next layer with permuted outputs. Layers after
+    all permuted outputs, such as the output layer, form the last stage.
 
     Args:
         groups: Permutation groups of the network.
@@ -42,8 +42,8 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
             a list with the patterns of entry names for each stage.
 
     Raises:
-        ValueError: If no stage exists, an entry matches no stage, a stage has no entries, or the neurons of a group are
-            outputs in several stages or inputs in an earlier stage.
+        ValueError: If no stage exists, an entry matches no stage, a stage has no entries, several stages compute the
+            neurons of one group, or a stage uses neurons from a later stage as inputs.
 
     Example:
         >>> from torch import nn, zeros
@@ -89,7 +89,7 @@ def check_stages(choice: StageChoice) -> StageChoice:
 
 
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
-    """Finds output layers: entries in ``names`` after all layers with permutable neurons, as long as the last layer."""
+    """Finds the output layers' entries, after all permutable neurons, with the same first length as the last entry."""
     order = {name: index for index, name in enumerate(groups.order)}
     makers = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}
     last = max((index for name, index in order.items() if name in makers or name not in form), default=-1)

@@ -65,11 +65,11 @@ class Call:
 
 
 class Tracer:
-    """Finds related neurons in a network. Each position on an axis of a parameter has a neuron id.
+    """Finds the positions in a network's parameters that belong to the same neuron. Each position has a neuron id.
 
-    Ids of the same neuron are united. Ids of neurons with a fixed order are pinned. ``axes`` maps each axis to neuron
-    ids, ``roles`` maps each axis to roles such as ``"in"``, and ``elements`` maps parameters with one id per element to
-    the ids. ``unknown`` counts calls of operations without a tracing rule; all inputs of such calls are pinned.
+    Ids for the same neuron are united. Ids for neurons in fixed order are pinned. ``axes`` maps each parameter axis to
+    neuron ids, ``roles`` maps each axis to uses (``"out"``, ``"in"`` or ``"vec"``), and ``elements`` maps parameters
+    traced element by element to ids. ``unknown`` counts calls of operations without a rule, with all inputs pinned.
     """
 
     def __init__(self, state: Mapping[str, Tensor], rules: Mapping[str, Rule]) -> None:
@@ -82,7 +82,7 @@ class Tracer:
         self.constant_id = NEUTRAL
 
     def run(self, program: ExportedProgram, names: Mapping[str, str], constants: Mapping[str, Tensor]) -> None:
-        """Traces a ``torch.export`` program. ``names`` and ``constants`` map inputs to state dict names or tensors."""
+        """Traces an exported program. ``names`` maps inputs to state dict names, ``constants`` others to tensors."""
         signature = program.graph_signature
         targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         targets |= getattr(signature, "inputs_to_lifted_tensor_constants", {})
@@ -159,7 +159,7 @@ class Tracer:
     # --- helpers for rules -----------------------------------------------------------------------------------------
 
     def along(self, value: TracedActivation | ParameterView, dim: int) -> Tensor:
-        """Joins all elements with the same index along ``dim`` into one neuron. Returns one neuron id per index."""
+        """For each index along ``dim``, unites all elements at this index into one neuron. Returns an id per index."""
         activation = self.activation(value)
         dim %= len(activation.shape)
         remaining_dims = [index for index in range(len(activation.shape)) if index != dim]
@@ -179,7 +179,7 @@ class Tracer:
         self.union_find.unite(axis_ids, torch.where(ids == NEUTRAL, PINNED, ids))
 
     def couple_vectors(self, values: Iterable[Any], ids: Tensor) -> None:
-        """Couples the elements of vectors, such as biases, with the neurons ``ids``. Skips values without neurons."""
+        """Assigns element *i* of each vector, such as a bias, to neuron ``ids[i]``. Skips values without tracing."""
         for value in values:
             if isinstance(value, TracedActivation | ParameterView):
                 vector = self.activation(value)
@@ -199,7 +199,7 @@ class Tracer:
         return result
 
     def reduced(self, activation: TracedActivation, dims: set[int]) -> TracedActivation:
-        """Returns the neuron ids (one id per element) after a reduction, such as a sum, over ``dims`` (kept)."""
+        """Returns the activation after a reduction, such as a sum, over ``dims``. These dimensions keep length 1."""
         inner, outer = activation.varying & dims, activation.varying - dims
         if inner and outer:  # sum over branches with common neurons
             activation, inner = self.coupled(activation, dims), set()
@@ -210,7 +210,7 @@ class Tracer:
         return TracedActivation.filled(PINNED, shape)
 
     def keep_within(self, activation: TracedActivation, dims: set[int]) -> None:
-        """Restricts permutations: a neuron can only move to positions with the same index along ``dims``."""
+        """Restricts permutations: neurons of the activation must keep the index along ``dims`` (a GroupNorm group)."""
         ordered = [*sorted(dims), *sorted(set(range(activation.ids.ndim)) - dims)]
         count = torch.Size([activation.ids.shape[dim] for dim in dims]).numel()
         if activation.varying <= dims or count > _MOST_REGIONS:
@@ -233,7 +233,7 @@ class Tracer:
     def _combine(
         self, first: TracedActivation, first_broad: set[int], second: TracedActivation, second_broad: set[int]
     ) -> TracedActivation:
-        """Returns the neuron ids in the result of an elementwise operation on ``first`` and ``second``."""
+        """Unites ids in an elementwise operation; returns the result. ``..._broad``: dimensions with broadcasting."""
         for operand, partner in ((first, second), (second, first)):
             if bool((operand.ids == NEUTRAL).all()):
                 return partner

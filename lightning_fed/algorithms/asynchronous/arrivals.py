@@ -65,7 +65,7 @@ class Durations:
 
 
 class Arrival(NamedTuple):
-    """Unfinished training of one client: arrival time of the update, training's index, client, and start model."""
+    """One client's training: simulated arrival time of the update, running number, client, start model's version."""
 
     seconds: float
     number: int
@@ -83,17 +83,17 @@ class Order(ABC):
 
     @abstractmethod
     def arrivals(self, round: int, schedule: Schedule, population: Population) -> Sequence[Arrival]:
-        """Returns a round's updates, sorted by arrival."""
+        """Returns the trainings with an update in round ``round``, in the order of the updates' arrival."""
 
     @abstractmethod
     def versions(self, round: int) -> Collection[int]:
-        """Versions of the global model from which unfinished training started, at the start of round ``round``."""
+        """Returns the global model versions from which clients still train when round ``round`` starts."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
-        """Restores the state returned by :meth:`state_dict`. In the base class the state is empty."""
+        """Restores the clients in training from :meth:`state_dict`. In the base class the state is empty."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class RecordedOrder(Order):
 class NetworkOrder(Order):
     """Arrival order on a network: client updates arrive in real time.
 
-    A checkpoint contains no arrivals, and a failed round does not undo arrivals, because each update arrives only once.
+    A failed round does not undo arrivals, because no update arrives twice. Only a restarted server loads a checkpoint.
     """
 
     def __init__(self) -> None:

@@ -51,8 +51,8 @@ class AsynchronousRounds(FederatedCallback):
         for callback in federation.method.callbacks:
             if is_overridden("on_server_send", callback, FederatedCallback):
                 raise MisconfigurationException(
-                    f"Expected no `{type(callback).__name__}` with {name}, because the callback sends the current "
-                    "round's values to clients with an older start model: use a synchronous method."
+                    f"Expected no `{type(callback).__name__}` with {name}, because the callback sends values for the "
+                    "current global model, but some clients train from an older model: use a synchronous method."
                 )
         if rule.record is not None and trainer.is_global_zero:
             path = Path(rule.record)

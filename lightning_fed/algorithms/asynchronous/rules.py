@@ -39,11 +39,12 @@ class AsynchronousRule(AveragingAggregator):
     r"""Base class of asynchronous rules: a round ends after ``buffer`` updates, trained from different model versions.
 
     At any time ``clients_per_round`` clients train, by default all clients. When an update arrives, another client
-    starts from the newest model. A client whose update is in the buffer waits for the next model. A client's training
-    from model version :math:`s`, with an update that arrives in round :math:`v`, has staleness :math:`\tau = v - s`.
-    Training is a pure function of start model and seed. The simulation therefore trains the client in round :math:`v`,
-    from the stored model :math:`s`, and with this round's learning rate. Measurements of BatchNorm statistics take no
-    simulated time. Every round increases the model's version by one, even if the round fails.
+    starts from the newest model. The client with the arrived update starts again only after the round, from the next
+    model. If a client starts from model version :math:`r`, and the update arrives in round :math:`v`, the staleness is
+    :math:`\tau = v - r`. Every round increases the model's version by one, even if the round fails.
+
+    In a simulation, a client trains only when the update arrives: from the stored model :math:`r`, but with the
+    learning rate of round :math:`v`. Measurements of BatchNorm statistics take no simulated time.
 
     Args:
         buffer: Number of updates per round.
@@ -80,7 +81,7 @@ class AsynchronousRule(AveragingAggregator):
 
     @abstractmethod
     def reference(self, start: State) -> State:
-        """Model subtracted from the trained model to compute an update. ``start``: the model before training."""
+        """Returns the model to subtract from a trained model: ``start`` (before training) or the global model."""
 
     def factor(self, staleness: int) -> float:
         """Weight of a client's update in the mean, at least 0. ``staleness``: number of newer global models."""

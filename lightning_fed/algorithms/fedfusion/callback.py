@@ -273,8 +273,9 @@ class FeatureFusion(FederatedCallback):
     ) -> None:
         if self.operator != "none" and not self.fusion.has_run:
             raise MisconfigurationException(
-                f"Expected {type(module).__name__} to run its {type(self.fusion.network).__name__} up to "
-                f"the fused {self.fusion.layer}, but no batch reached this layer: name another layer in `at`."
+                f"Expected {type(module).__name__} to run the network {type(self.fusion.network).__name__} up to "
+                f"{self.fusion.layer}, where `FeatureFusion` fuses features, but no batch reached this layer: name "
+                "another layer in `at`."
             )
         cache = self.fusion.cache
         if cache is not None and self._batch >= 2 * self._per_epoch and not self._late_hits:

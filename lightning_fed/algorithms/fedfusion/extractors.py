@@ -47,9 +47,9 @@ def find_extractor(
     network: str = "auto",
     classifier: str | None = None,
 ) -> Extractor:
-    """Finds the end of a model's feature extractor: the layer with the features as output or input.
+    """Finds the layer at the end of a model's feature extractor. The features are this layer's output or input.
 
-    With ``"auto"`` the first existing layer in this list is used:
+    With ``at="auto"`` the first existing layer in this list is used:
 
     1. the ``encoder`` in a model with a ``decoder`` or ``segmentation_head`` (``segmentation_models_pytorch``), or the
        ``backbone`` in a model with a ``classifier`` (torchvision's segmentation models);
@@ -62,9 +62,10 @@ def find_extractor(
     Args:
         module: The model, or a module around the model. ``"auto"`` skips networks without gradients, such as a teacher.
         at: Name of the layer with the features as output, a ``FeatureLayer`` for an input or output, or ``"auto"``.
-        network: Name of the module called with the data, which contains the layer; ``""`` for ``module``. With
-            ``"auto"`` the network is the layer, if ``at`` names the layer or the layer is a direct child of a
-            LightningModule. In all other cases the network is the outermost module except LightningModules.
+        network: Name of the module called with the images or other data: the feature layer, or a module around this
+            layer; ``""`` for ``module``. ``"auto"`` chooses the feature layer, if the features are the layer's output
+            and the layer has a name such as ``encoder`` or is a direct child of a LightningModule. Otherwise ``"auto"``
+            chooses the direct child around the layer in a LightningModule, and ``module`` in other models.
         classifier: Name of the layer that returns the logits; ``None`` for
             :func:`~lightning_fed.modules.find_classifier`.
 

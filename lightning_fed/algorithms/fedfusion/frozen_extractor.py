@@ -92,9 +92,10 @@ class FrozenExtractor:
                 entry.data = entry.data.to(originals[name].dtype)
 
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
-        """Runs the network, and empties all tensors in layers after the features.
+        """Frees memory: after a run, empties all parameters and buffers in layers not needed for the features.
 
-        Returns the features, and the last layer that ran and has parameters.
+        If the features then cannot be computed, the tensors are restored. Returns the features, and the last layer with
+        parameters in the run, or ``None``.
         """
         started, finished = set[nn.Module](), dict[nn.Module, None]()
 

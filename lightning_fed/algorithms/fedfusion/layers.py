@@ -105,11 +105,11 @@ class FusionLayer(nn.Module):
 
     @property
     def is_referring(self) -> bool:
-        """True if the frozen extractor is used; false if the fusion operator receives the local features twice."""
+        """True after :meth:`refer`, until :meth:`release`: features are fused with the frozen extractor's features."""
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:
-        """Maps fused features by name to operators, for the operators "multi" and "single" (a weighted mean)."""
+        """Operators with a weighted mean ("multi", "single") by the fused feature's name; empty for other operators."""
         return {name: operator for name, operator in self.operators.items() if isinstance(operator, MixingOperator)}
 
     def summaries(self) -> dict[str, dict[str, float]]:
@@ -143,8 +143,8 @@ class FusionLayer(nn.Module):
             return
         if any(value.grad_fn is not None for _, value in named_features([args, kwargs])):
             raise RuntimeError(
-                f"Expected {type(network).__name__}, the network with fused features, to be called with data, but its"
-                " inputs come from other layers: name the enclosing module in `network`."
+                f"Expected {type(network).__name__}, the network with fused features, to receive a batch's data, but"
+                " the inputs are outputs of other layers: pass the enclosing module's name as `network`."
             )
         self.frozen.follow(network)
         if self.cache is None or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
@@ -300,9 +300,9 @@ class FusedExtractor(nn.Module):
         return self.local(*args, **kwargs)
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Copies an extractor's parameters and buffers into the frozen copy E_g; by default the trained extractor's."""
+        """Copies parameters and buffers to the frozen extractor E_g, from ``source`` or (default) the trained E_l."""
         self.feature_fusion.refer(source)
 
     def release(self) -> None:
-        """Stops the use of the frozen copy. Until :meth:`refer`, the operator receives the local features twice."""
+        """Disables the frozen extractor E_g. Until :meth:`refer`, the operator receives the local features twice."""
         self.feature_fusion.release()

@@ -190,8 +190,8 @@ def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:
         )
     if not fusion.is_plain:
         raise ValueError(
-            "Expected one layer with one input and one feature tensor, which a convolution can follow, but "
-            f"{extractor} has several: keep the fusion, or train with 'multi'."
+            "Expected the fused layer to have one input and one feature tensor, so that a convolution can replace the "
+            f"fusion, but {extractor} has several inputs or tensors: keep the fusion, or train with 'multi'."
         )
     ndim, (operator,) = ndims[0], operators
     channels = len(operator.weight)

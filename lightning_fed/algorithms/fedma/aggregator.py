@@ -153,19 +153,20 @@ class FedMA(Aggregator):
         self._metrics: dict[str, float] = {}
 
     def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], entries: Mapping[str, Tensor]) -> None:
-        """Sets permutation groups and stages (sets of layers), and their tensors, before the first round of a fit.
+        """Sets the network's permutation groups, stages (sets of layers) and shared tensors before a fit's first round.
 
-        The groups and entries have the layer widths of the clients' models. Only the shapes and dtypes of the entries
-        are used. If a fit resumes within a matching pass, the stages must not have changed.
+        ``entries`` maps names to tensors; only shapes and dtypes are used. Groups and tensors have the layer widths of
+        the clients' models; the global model may be wider. If a checkpoint contains some matched stages of an
+        unfinished pass over all stages, these stages must not have changed.
         """
         current = self._open_pass
         if current is not None:
             matched = {name for stage in stages[: current.stage] for name in stage.entries}
             if current.matched_state.keys() != matched or current.stage >= len(stages):
                 raise OptionError(
-                    f"Expected the first {current.stage} of {len(stages)} stages to equal the matched stages of the "
-                    "checkpoint's unfinished pass, but the stages differ: `stages`, `frozen`, `personal` and `pin` can "
-                    "only change after a pass."
+                    f"Expected the first {current.stage} of {len(stages)} stages (sets of layers) to equal the stages "
+                    "matched before the checkpoint, but the stages differ: until all layers are matched, resume with "
+                    "the same `stages`, `frozen` and `personal`, and the same `pin` of `LayerwiseTraining`."
                 )
         self._groups, self._stages, self.client_widths = groups, list(stages), groups.sizes
         self._client_entries = {name: torch.empty_like(value, device="meta") for name, value in entries.items()}
@@ -218,12 +219,12 @@ class FedMA(Aggregator):
             self._changed = frozenset(name for name in state if hashes.get(name) != self._last_pass.hashes[name])
 
     def broadcast(self, request: Request) -> Broadcast:
-        """Builds the message to a client: in a matching pass's first round a whole model, later only matched layers.
+        """Builds the message to a client. In a matching pass (several rounds) each round matches some of the layers.
 
-        If the global model is wider than the client's model, the client receives the global neurons matched with the
-        client's neurons. A client without matched neurons, after missing the last pass, receives the neurons shared by
-        most clients. A client with a stored model from the last pass receives only the tensors changed since. A
-        matching pass is a sequence of rounds that matches all layers, some layers per round.
+        In a pass's first round the message contains a model with the client's layer widths, and in later rounds the
+        layers matched in the previous round. From a wider global model, the client receives the global neurons matched
+        with the client's neurons. A client that missed the last pass receives the neurons shared by most clients. A
+        client with a stored model from the last pass receives only tensors that differ from this model.
         """
         current, last, client = self._pass(self._info.round), self._last_pass, request.client
         if current.stage:
@@ -246,7 +247,7 @@ class FedMA(Aggregator):
         return Broadcast(self._info.round, state, extras)
 
     def expected(self, broadcast: Broadcast) -> State:
-        """Returns an update's expected entries: the layers matched next, with the client's layer widths."""
+        """Returns names, shapes and dtypes of a valid update to ``broadcast``: the layers to match in this round."""
         current = self._pass(self._info.round)
         entries = self._resized_entries(current)
         return {name: entries[name] for name in self._stages[current.stage].entries}

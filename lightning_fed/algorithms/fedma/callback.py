@@ -60,9 +60,9 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
     """Client side of :class:`~lightning_fed.algorithms.FedMA`, added to the Trainer automatically.
 
     Before the first round this callback finds and logs the groups of permutable neurons, and the stages (layers matched
-    in one round). Each client stores its model until all stages have been matched once more.
-    For large models pass a folder as the federation's ``store``. Matched layers do not train
-    (``requires_grad`` is false, BatchNorm is in evaluation mode).
+    in the same round). Each client stores a model until the next pass over all stages is complete. For large models
+    pass a folder as the federation's ``store``. Layers matched earlier in a pass do not train (``requires_grad`` is
+    false, BatchNorm is in evaluation mode).
 
     Checkpoints of grown models load into modules with the original widths, in ``fit``, ``validate``, ``test`` and
     ``predict``. Other width changes, such as additional classes, are refused.
@@ -70,17 +70,18 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
     Args:
         example_input: Arguments for ``forward`` (or for the network trained in ``training_step``), used for tracing; by
             default the module's ``example_input_array``, or two inputs of a client.
-        pin: Patterns for entry names. In entries with a matching name neurons keep their order, as in all entries that
-            clients do not send.
-        extra_groups: Additional neuron groups, with a client's widths.
+        pin: Patterns for entry names, such as ``"embedding.*"``. Neurons in matching entries, and in entries that
+            clients do not send, are not permuted.
+        extra_groups: Permutation groups that tracing does not find, with a client's layer widths.
         target: Position of the labels in a batch: index, key or function; if ``None``, the labels used in the loss. If
-            the labels are not a single tensor, the output layer is averaged by numbers of examples, with a warning.
+            these are not a single tensor, a warning is logged, and the average output layer is weighted by numbers of
+            examples instead of class shares.
         inputs: Position of the inputs in a batch: index, key or function.
 
     Raises:
-        MisconfigurationException: In ``fit``, if the rule is not FedMA, no neurons can be matched, clients keep
-            optimizer states or receive only some rows of an entry, or an optimizer has a state before the first step or
-            requires constant tensor sizes.
+        MisconfigurationException: In ``fit``, for one of these reasons: the rule is not FedMA; no neurons can be
+            matched; clients keep optimizer states; clients receive only some rows of an entry; an optimizer has a state
+            before the first step, or requires constant tensor sizes.
         ValueError: If a checkpoint has invalid widths; in ``fit``, if stages or patterns do not match the module.
 
     Example:
@@ -260,7 +261,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         self._unfreeze()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Measures BatchNorm statistics of newly matched layers on the clients, except after the pass's last layers."""
+        """Measures BatchNorm statistics on the clients for layers matched in this round, unless all are matched."""
         federation = find_federation(trainer)
         rule = _rule(federation)
         if rule.unfinished is None or federation.options.batch_norm not in ("auto", "recalibrate"):

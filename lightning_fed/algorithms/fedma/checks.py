@@ -68,7 +68,7 @@ def check_growth(
 
 
 def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
-    """Warns if a fit may end within a matching pass (``length`` rounds that match all layers): early, or at the end."""
+    """Warns if ``max_rounds`` or early stopping may end a fit in the middle of a matching pass (``length`` rounds)."""
     rounds = trainer.max_epochs or -1
     if rounds > 0 and rounds % length:
         _log.warning(

@@ -27,11 +27,11 @@ ASSIGNMENT, WIDTH = "fedma:assignment:", "fedma:width:"
 
 @dataclass(frozen=True)
 class MatchingPass:
-    """Progress of FedMA's matching pass, which started in round ``origin``. Each round matches one stage (some layers).
+    """Progress of a matching pass: each round FedMA matches one stage (a set of layers), until all layers are matched.
 
-    ``round`` is the current round, and ``stage`` the number of matched stages. ``owners`` contains, for each global
-    neuron, the number of clients with a matched neuron. After the pass ``matched_state`` is empty, and ``hashes``
-    contains a hash for each matched entry.
+    ``origin`` is the pass's first round, ``round`` the latest round, and ``stage`` the number of stages matched so far.
+    ``matched_state`` contains the tensors averaged so far. ``owners`` counts, for each global neuron, the clients with
+    a neuron matched to this one. After the pass, ``hashes`` (one for each tensor) replaces ``matched_state``.
     """
 
     origin: int
@@ -45,12 +45,12 @@ class MatchingPass:
 
     @property
     def step(self) -> Tensor:
-        """Tensor with two integers: the pass's first round, and the number of matched sets of layers."""
+        """FedMA's position, a tensor with two integers: the pass's first round, and the number of matched stages."""
         return torch.tensor([self.origin, self.stage])
 
     @property
     def step_before(self) -> Tensor:
-        """Value of :attr:`step` before the last match: the pass's first round, and the number of matched stages."""
+        """Value of :attr:`step` before the latest stage was matched, stored by clients that trained for this stage."""
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:
@@ -68,7 +68,7 @@ class MatchingPass:
         )
 
     def complete(self) -> MatchingPass:
-        """Ends a matching pass: replaces matched entries by hashes, because the global model contains the values."""
+        """Ends the pass: removes the matched tensors, and stores hashes, to find tensors that change afterwards."""
         hashes = {name: tensor_hash(value) for name, value in self.matched_state.items()}
         return replace(self, matched_state={}, hashes=hashes)
 
@@ -84,10 +84,10 @@ def tensor_hash(value: Tensor) -> int:
 
 
 def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
-    """Returns the number of global neurons in each permutation group, from named tensors."""
+    """Reads the number of global neurons in each permutation group from a message's or client's additional tensors."""
     return {name: int(width) for name, width in without_prefix(values, WIDTH).items()}
 
 
 def read_assignment(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns each client neuron's global index, by permutation group, from named tensors."""
+    """Reads the global indices of one client's neurons, by permutation group, from the same tensors."""
     return without_prefix(values, ASSIGNMENT)

@@ -1,4 +1,4 @@
-"""The aggregate mean margin (AMM) between a model's class prototypes, as a metric (FedMargin, reconstruction)."""
+"""Metric: half the mean distance between a model's class prototypes, reconstructed from FedMargin's text (AMM)."""
 
 from __future__ import annotations
 

@@ -191,8 +191,8 @@ class ClassPrototypes(RevertingCallback, FederatedCallback):
             self._hooks.close()  # this hook was only needed to validate the layer
         if forward_step(pl_module) is None and self.passes == "exact":
             raise ValueError(
-                "Expected a `validation_step` for exact passes with manual optimization: add the method, or use"
-                " passes='online'."
+                "Expected a `validation_step` for exact passes with manual optimization, because exact passes measure"
+                " features without training, and `training_step` would train: add the method, or use passes='online'."
             )
 
     def on_train_batch_start(

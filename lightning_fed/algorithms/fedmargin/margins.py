@@ -1,7 +1,9 @@
-"""Margins between class prototypes (FedMargin, reconstruction): local (LPM), aggregate (APM) and mean (AMM) margins.
+"""Margins between class prototypes (feature means by class): our reconstruction of FedMargin.
 
-Crammer, Gilad-Bachrach, Navot and Tishby, "Margin Analysis of the LVQ Algorithm", NIPS 2002 (hypothesis margin); Nova
-and Estevez, "A review of learning vector quantization classifiers", 2014 (relative distance).
+The local margin (LPM) compares a client's prototypes before and after training, the aggregate margin (APM) a client's
+prototypes with all clients' prototypes, and the mean margin (AMM) different classes. Sources: Crammer, Gilad-Bachrach,
+Navot and Tishby, "Margin Analysis of the LVQ Algorithm", NIPS 2002 (hypothesis margin); Nova and Estevez, "A review of
+learning vector quantization classifiers", 2014 (relative distance).
 """
 
 from __future__ import annotations
@@ -92,8 +94,8 @@ def local_prototype_margin(
     .. math:: \mathrm{LPM}_k = \frac{1}{|C_k|} \sum_{c \in C_k} \mathrm{SPM}(p_k^1[c], p_k^0[c])
 
     Args:
-        after: Prototypes after local training.
-        before: Prototypes with the downloaded weights on the same examples, or prototypes from the client's last round.
+        after: Prototypes :math:`p_k^1` after local training, for the client's classes :math:`C_k`.
+        before: Prototypes :math:`p_k^0` with the downloaded weights on the same examples, or from the last round.
         margin: Kind of margin SPM per class, see :func:`class_margins`.
         class_reduction: Reduction over classes: mean, sum, mean weighted by the counts in ``after``, or maximum.
         fallback: Prototypes of other classes for a client with a single class, see :func:`class_margins`.
@@ -125,10 +127,10 @@ def aggregate_prototype_margin(
         \sum_c \mathrm{SPM}(p_k^1[c], \bar P[c])
 
     Args:
-        after: Prototypes after local training.
-        reference: Aggregate prototypes, see :func:`~lightning_fed.algorithms.fedmargin.reference_prototypes`.
-        margin: Kind of margin, see :func:`class_margins`. "gain" is replaced by "hypothesis", because "gain" compares
-            prototypes of the same client.
+        after: Prototypes :math:`p_k^1` after local training, for the client's classes :math:`C_k`.
+        reference: Prototypes :math:`\bar P`, see :func:`~lightning_fed.algorithms.fedmargin.reference_prototypes`.
+        margin: Kind of margin SPM per class, see :func:`class_margins`. "gain" is replaced by "hypothesis", because
+            "gain" compares prototypes of the same client.
         class_reduction: Same as in :func:`local_prototype_margin`.
 
     Raises:

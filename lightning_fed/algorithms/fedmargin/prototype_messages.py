@@ -112,10 +112,10 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
 def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> dict[_Client, str]:
     """Finds clients whose margin or prototypes are far larger than the median. Returns a description for each client.
 
-    With three or more clients, values above 100 times the median exclude a client. Margins that compare classes
-    ("hypothesis", "relative", "gain") are signed and can be near 0 for most clients. These margins are therefore
-    compared with the larger of two medians: the median margin, and the median length of the clients' longest
-    prototypes.
+    With three or more clients, a client is reported if the absolute margin, or the norm of the client's longest
+    prototype, exceeds 100 times the median over clients. The margins "hypothesis", "relative" and "gain" contain
+    differences, so the median margin can be near 0. For these margins the limit is 100 times the median margin or 100
+    times the median norm, whichever is larger.
 
     Example:
         >>> margins = {"a": 1.0, "b": 1.5, "c": 1e30}

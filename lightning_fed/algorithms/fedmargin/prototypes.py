@@ -1,4 +1,4 @@
-"""Class prototypes: feature means by class, averaged over clients and rounds (FedMargin, reconstruction).
+"""Class prototypes (feature means by class), averaged over clients and rounds, as reconstructed from FedMargin's text.
 
 Prototypes are tensors over *all* classes. A class without examples has count 0 and a row of zeros. Segmentation labels
 follow the code of Michieli and Zanuttigh (SDR), CVPR 2021.
@@ -103,13 +103,11 @@ def class_sums(
 
 
 def class_prototypes(sums: Tensor, counts: Tensor, *, dtype: torch.dtype = torch.float32) -> Prototypes:
-    r"""Computes prototypes (feature means by class) from sums and counts.
-
-    Here :math:`E(x)_u` is the feature vector of image x at pixel u.
+    """Computes prototypes (feature means by class) from sums and counts; the means are zeros for classes with count 0.
 
     Args:
-        sums: Sums over features by class, shape ``(C, d)``, see :func:`class_sums`.
-        counts: Number of feature vectors per class :math:`n_{k,c}`, shape ``(C,)``.
+        sums: Feature vectors added by class, shape ``(C, d)``, see :func:`class_sums`.
+        counts: Number of feature vectors in each class, shape ``(C,)``.
         dtype: The means' dtype.
 
     Example:
@@ -241,8 +239,8 @@ def check_same_shape(*prototypes: Prototypes) -> None:
     for means, counts in prototypes:
         if means.shape != shape or counts.shape != shape[:1]:
             raise ValueError(
-                f"Expected prototypes with equal shapes, but got means with shape {tuple(means.shape)} and"
-                f" counts with shape {tuple(counts.shape)} for means with shape {tuple(shape)}."
+                f"Expected prototypes with equal shapes, but got a set with means {tuple(means.shape)} and"
+                f" counts {tuple(counts.shape)}, and the first set has means {tuple(shape)}."
             )
 
 

@@ -193,9 +193,10 @@ class SampledSoftmax(FederatedCallback):
         void = task.ignore_index
         if not has_same_parameters(module, task.layer, str(self._head_name)) or (void is not None and void >= 0):
             raise MisconfigurationException(
-                f"Expected a loss between labels and the outputs of {self._head_name!r} that ignores only negative "
-                f"labels, because labels become column indices in training, but the loss uses {task.layer!r} with "
-                f"`ignore_index` {void}: replace the ignored label by -100 in the data, or {remedy}."
+                f"Expected the loss to use the outputs of {self._head_name!r}, and to ignore only negative labels, "
+                f"but the loss uses {task.layer!r} with `ignore_index` {void}. In training, labels are replaced by "
+                "indices of a client's classes, so a non-negative `ignore_index` could exclude a real class: replace "
+                f"the ignored label by -100 in the data, or {remedy}."
             )
         return task.target
 
@@ -253,8 +254,9 @@ class SampledSoftmax(FederatedCallback):
             return target
         if target.ndim > 1 or not bool((target == target.round()).all()):
             raise OptionError(
-                f"Expected labels to be class numbers, but got {target.dtype} of shape {tuple(target.shape)}: soft "
-                "labels would need classes that a client does not hold. Select integer labels with `target`."
+                f"Expected labels to be class numbers, but got {target.dtype} of shape {tuple(target.shape)}. Soft "
+                "labels are not possible, because a client has weight rows for only some classes: select integer "
+                "labels with the option `target` of `SampledSoftmax`."
             )
         return target.long()
 

@@ -133,12 +133,13 @@ class SampledSoftmaxHead(LogitsLayer):
         self._held = self._batch = None
 
     def begin_batch(self, target: Tensor, columns: Tensor | None = None) -> Tensor:
-        """Starts a training batch. Returns the labels as column indices for the logits in forward passes, int64.
+        """Sets the labels of a training batch. Returns the labels as column indices of the logits, int64.
 
         Args:
-            target: The batch's class labels, integers, all among the client's classes. Negative labels do not change.
-            columns: Rows of the layer's weight for the batch's logits, int64, increasing, including all positives (the
-                client's own classes); by default all rows.
+            target: The batch's class labels, integers, all among the client's classes. Negative labels (no class) do
+                not change.
+            columns: Indices of the weight rows for this batch's logits, int64, increasing; by default all rows. Rows
+                for the client's own classes must be included.
         """
         if self._held is None:
             raise RuntimeError(
@@ -170,11 +171,12 @@ class SampledSoftmaxHead(LogitsLayer):
     def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Computes FedSS's loss while a client trains; otherwise the ordinary softmax loss.
 
-        The result equals ``F.cross_entropy(head(features), target)``, also for examples outside the current batch.
+        The result equals ``F.cross_entropy(head(features), target)``, but the examples need not be the current batch.
 
         Args:
             features: Features, shape ``(*, in_features)``.
-            target: Labels as in the batch of ``training_step``, shape ``(*)``; -100 for no label.
+            target: Labels as in the batch for ``training_step`` (while a client trains: column indices of the logits),
+                shape ``(*)``; -100 for no label.
             reduction: Mean or sum over labelled examples, or one value per example.
         """
         check_option("reduction", reduction, Reduction)
@@ -239,9 +241,9 @@ class SampledSoftmaxHead(LogitsLayer):
             if batch.target is None or batch.target.numel() != count:
                 need = f"objective={held.objective!r}" if held.needs_target else f"margin={self.margin}"
                 raise ValueError(
-                    f"Expected a label for each of {count} examples with {need}, but got "
-                    f"{0 if batch.target is None else batch.target.numel()}: see `begin_batch`, or call `loss` for "
-                    "examples outside the batch."
+                    f"Expected a label for each of {count} examples, because {need} needs labels, but got "
+                    f"{0 if batch.target is None else batch.target.numel()} labels from `begin_batch`: pass "
+                    "the labels to `begin_batch`, or features and labels to `loss`."
                 )
             target = batch.target.reshape(-1).to(features.device)
         if batch.columns is None:

@@ -4,9 +4,9 @@
 to 8. A client uses its classes P (positives) and m of all other classes, the negatives N, drawn uniformly without
 replacement. Only the negatives' logits are corrected. The sum over P and N is then an unbiased estimate of the full
 softmax's sum, because each of the n - |P| other classes is drawn with probability m / (n - |P|), and a positive with
-probability 1. Correction: Bengio and Senecal, "Adaptive Importance Sampling to Accelerate Training of a Neural
-Probabilistic Language Model", IEEE Transactions on Neural Networks 2008; only for negatives: Blanc and Rendle,
-"Adaptive Sampled Softmax with Kernel Based Sampling", ICML 2018.
+probability 1. Bengio and Senecal introduced the correction ("Adaptive Importance Sampling to Accelerate Training of a
+Neural Probabilistic Language Model", IEEE Transactions on Neural Networks 2008). Blanc and Rendle correct only
+negatives ("Adaptive Sampled Softmax with Kernel Based Sampling", ICML 2018).
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ def sampled_logits(
 ) -> Tensor:
     r"""Corrects a client's logits, shape ``(N, S)``, so that their cross-entropy is the FedSS loss.
 
-    Logits of negatives become :math:`o'_j = o_j - \ln(m q)`, see :func:`log_correction`. Logits of excluded classes
-    become :math:`-\infty`: for "posonly" the negatives, for "negonly" all positives except the target. Examples without
-    a target exclude no classes.
+    The logit of each sampled negative becomes :math:`o_j` plus ``correction``. Excluded classes have the logit
+    :math:`-\infty`. "posonly" excludes all negatives. "negonly" excludes, for each example with a target, all positives
+    except this target.
 
     Args:
         logits: Logits :math:`o` for the client's S classes (positives and negatives), shape ``(N, S)``.
         is_positive: Mask for the positives among the S classes, bool, shape ``(S,)``.
-        correction: Result of :func:`log_correction`.
+        correction: Result of :func:`log_correction`, which depends on the numbers of classes and negatives.
         target: Target column for each row, shape ``(N,)``; negative for no target. Required for "negonly".
         objective: See :func:`sampled_softmax_loss`.
 

@@ -55,7 +55,7 @@ class SampledClasses:
         return self.objective == "negonly"
 
     def check_among(self, num_classes: int) -> None:
-        """Refuses classes outside 0 to ``num_classes - 1``, and with the objective "full" a missing class."""
+        """Raises an error for a class outside 0 to ``num_classes - 1``. The objective "full" requires all classes."""
         lowest, highest = int(self.classes[0]), int(self.classes[-1])
         if lowest < 0 or highest >= num_classes:
             raise ValueError(f"Expected `classes` to be from 0 to {num_classes - 1}, but got {lowest} to {highest}.")

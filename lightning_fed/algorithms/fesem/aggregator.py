@@ -160,7 +160,10 @@ class FeSEM(Aggregator):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         centers = state.get("centers", [])
         if centers and len(centers) != self.num_centers:
-            raise ValueError(f"Expected a state with `num_centers`={self.num_centers}, but got {len(centers)} centres.")
+            raise ValueError(
+                f"Expected a checkpoint with {self.num_centers} centres (`num_centers`), but the checkpoint has "
+                f"{len(centers)}: set `num_centers` to the number in the checkpoint."
+            )
         clients = state.get("clients", [])
         self.centers = list(centers)
         assignments = zip(clients, state.get("assignments", []), strict=True)

@@ -25,13 +25,14 @@ def k_means(
     num_starts: int = 10,
     max_steps: int = 100,
 ) -> tuple[Tensor, Tensor]:
-    r"""Clusters points. Returns each point's centre index, and for each centre the index of the initial point.
+    r"""Clusters points. Returns each point's cluster index, and for each cluster the index of the initial point.
 
-    .. math:: \Pr(\text{next first centre} = x) \propto \min_g \lVert x - c_g \rVert^2
+    .. math:: \Pr(\text{next initial centre} = x) \propto \min_g \lVert x - c_g \rVert^2
 
-    The initial centres are distant points (k-means++). Then two steps alternate until convergence: each point is
-    assigned to the nearest centre, and each centre moves to the weighted mean of its points. A centre without points
-    stays in place. The result of the start with the smallest weighted sum of squared distances is returned.
+    The initial centres are points drawn one after another, with this probability (k-means++). :math:`c_g` are the
+    centres drawn before. Then two steps alternate until convergence: each point is assigned to the nearest centre, and
+    each centre moves to the weighted mean of its points. A centre without points stays in place. After ``num_starts``
+    repetitions, the result with the smallest weighted sum of squared distances is returned.
 
     Args:
         points: Shape ``(N, d)``.

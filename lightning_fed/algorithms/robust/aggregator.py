@@ -43,23 +43,23 @@ def shares_of(update: ClientUpdate) -> dict[Client, float]:
 class RobustAggregator(Aggregator):
     """Base class of rules that tolerate some malicious clients. Rules implement :meth:`combine`.
 
-    All n updates in a round are stored. Client updates (local minus global, all shared floating-point entries as one
-    vector) are compared by inner products, and combined in chunks of coordinates. BatchNorm's running statistics have
-    other scales and must stay valid. Statistics are therefore not compared, and combined by a trimmed mean without the
-    ``num_malicious`` smallest and largest values. The result for an integer entry is the majority value, or else the
-    lower median.
+    All n updates in a round are stored. An update is the client's model minus the global model, as one vector with all
+    shared floating-point entries. Updates are compared by inner products, and combined in chunks of coordinates. Two
+    entry types are not compared. BatchNorm's running statistics have other scales and must stay valid: the result is
+    the trimmed mean without the ``num_malicious`` smallest and largest values. The result for an integer entry is the
+    majority value, or without a majority the lower median.
 
-    A rule with the class attribute ``least = (a, b)`` requires ``a f + b`` updates, or one update if f = 0. A round
-    with fewer updates fails. The f malicious clients include every client with a refused update (NaN, wrong shape,
-    implausible norm). A missing client may be honest.
+    A round fails with fewer than ``a f + b`` updates, for the rule's class attribute ``least = (a, b)``; with f = 0 one
+    update is enough. Clients with a refused update (NaN, wrong shape, implausible norm) count among the f malicious
+    clients. Clients without an update do not count, because these may be honest.
 
     Args:
         num_malicious: Number f of malicious clients per round; if ``None``, the largest number that the rule tolerates.
 
     Note:
-        Logs ``fed/excluded``, the sum of the clients' excluded shares in this round. A share is 1 for a client without
-        influence on the result, and 0 for the client with the largest weight. With at most 20 clients also logs
-        ``client/<id>/excluded``, the client's mean excluded share over rounds.
+        A client's excluded share is 0 for the largest weight in the result, and 1 for a client without influence. Logs
+        ``fed/excluded``, the sum of these shares over the round's clients, and with at most 20 clients
+        ``client/<id>/excluded``, the client's mean share over rounds.
     """
 
     least: tuple[int, int] = (2, 1)
@@ -192,7 +192,7 @@ def number_entries(state: State) -> list[str]:
 
 
 def majority(values: Sequence[Tensor]) -> Tensor:
-    """Median per element over integer tensors: the lower of two middle values. Equals a strict majority value."""
+    """Most frequent value per element over integer tensors if more than half agree; otherwise the lower median."""
     stacked = torch.stack(list(values))
     ordered = stacked.to(torch.int64).sort(dim=0).values
     return ordered[(len(values) - 1) // 2].to(stacked.dtype)

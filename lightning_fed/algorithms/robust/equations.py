@@ -55,7 +55,8 @@ def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
 def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
     """Sorts clients by :func:`krum_scores`, lowest first.
 
-    Ties are broken by the next nearest neighbour, so the order of clients does not matter.
+    Clients with equal scores are sorted by the distance to the nearest client, then to the second nearest, and so on.
+    The order of the rows therefore does not matter.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [5.0]]).double()

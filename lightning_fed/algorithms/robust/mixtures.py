@@ -29,8 +29,9 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 class Mixture(CollectingStep):
     """Base class of update steps that replace each update by a weighted sum of the round's updates, in float64.
 
-    If ``joins`` is false, BatchNorm's running statistics and integer entries are not mixed. If ``joins`` is true, a
-    mixed update represents a group of clients, with the group's mean statistics and most frequent integers.
+    With ``joins = False``, a mixed update belongs to one client, and keeps this client's BatchNorm statistics and
+    integer entries. With ``joins = True`` (:class:`Bucketing`), a mixed update belongs to all clients with a weight in
+    the sum: statistics are averaged over these clients, and integers take the majority value.
     """
 
     refuses = ("has_clusters", "has_versions", "resizes")
@@ -39,7 +40,7 @@ class Mixture(CollectingStep):
 
     @abstractmethod
     def mixing(self, gram: Tensor) -> Tensor:
-        """Returns weights of old updates in new ones, ``(new, old)``. ``gram``: inner products of old updates."""
+        """Returns weights, shape ``(mixed, received)``, from the received updates' inner products ``gram``."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses aggregation rules that have a trusted client or several global models."""
@@ -88,13 +89,13 @@ class Mixture(CollectingStep):
 
 
 class TolerantMixture(Mixture):
-    """Base class of mixtures with an assumed number of malicious clients, by default the largest number below half."""
+    """Base class of mixing steps for f malicious clients among n; by default f is the largest integer below n / 2."""
 
     def __init__(self, num_malicious: int | None = None) -> None:
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
 
     def tolerated(self, count: int) -> int:
-        """Number of ``count`` updates treated as malicious; by default the largest number below ``count / 2``."""
+        """Number of ``count`` updates treated as malicious; by default the largest integer below ``count / 2``."""
         if self.num_malicious is None:
             return (count - 1) // 2
         return min(max(0, self.num_malicious - len(self.info.refused)), count - 1)
@@ -104,7 +105,7 @@ class NearestNeighborMixing(TolerantMixture):
     """Replaces each of n updates by the mean of the update and the n - f - 1 nearest updates (NNM, AISTATS 2023).
 
     Args:
-        num_malicious: Number f of malicious clients; if ``None``, the largest number below n / 2.
+        num_malicious: Number f of malicious clients; if ``None``, the largest integer below n / 2.
 
     Raises:
         ValueError: If ``num_malicious`` is negative.
@@ -118,7 +119,7 @@ class AdaptiveClipping(TolerantMixture):
     r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` longest of n updates to the largest norm among the others.
 
     Args:
-        num_malicious: Number f of malicious clients; if ``None``, the largest number below one half.
+        num_malicious: Number f of malicious clients; if ``None``, the largest integer below n / 2.
 
     Raises:
         ValueError: If ``num_malicious`` is negative.

@@ -55,7 +55,7 @@ class Steps:
         return self.gram.diagonal().sqrt()
 
     def find_too_long(self, clients: Sequence[Client]) -> dict[Client, str]:
-        """Finds clients with an update of infinite norm. Returns the reason for exclusion for each client."""
+        """Finds clients with an update too large for a finite norm in float64. Returns the reason by client."""
         is_good = self.norms.isfinite().tolist()
         return {
             client: "the client's update has an infinite norm"
@@ -75,7 +75,7 @@ class Steps:
 
     @torch.no_grad()
     def mean(self, weights: Tensor, plus: tuple[float, State] | None = None) -> State:
-        """Adds a weighted sum of updates to the global model. ``plus`` is a further pair of weight and update."""
+        """Returns the global model plus the sum of ``weights`` times updates; ``plus`` adds a pair (weight, update)."""
         global_weight = float(_global_weight(weights))
 
         def combine(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:
@@ -92,12 +92,12 @@ class Steps:
     def by_coordinate(
         self, combine: Callable[[Tensor], tuple[Tensor, Tensor]], chosen: Tensor | None = None
     ) -> tuple[State, Tensor]:
-        """Combines updates coordinate by coordinate. Also returns the fraction of each update's values in the result.
+        """Combines updates at each coordinate. Also returns, for each update, the fraction of coordinates used.
 
         Args:
-            combine: Maps n updates at k coordinates, shape ``(n, k)``, to the combined values, shape ``(k,)``, and for
-                each update the number of values used, shape ``(n,)``. If a constant is added to all updates, the result
-                must increase by the constant.
+            combine: Maps n clients' values at k coordinates, shape ``(n, k)``, to the combined values, shape ``(k,)``,
+                and for each client the number of values used, shape ``(n,)``. Must be translation-equivariant, because
+                the values are local models instead of updates (local minus global).
             chosen: Indices of the updates to use; if ``None``, all.
         """
         indices = torch.arange(len(self)) if chosen is None else chosen

@@ -888,7 +888,7 @@ def test_persistent_workers_of_a_clients_loader(federated_trainer, caplog):
     clients["dan"] = loaders(workers=1, persistent_workers=True)["bob"]
     visits = sent(federated_trainer, ClassPrototypes(), models.Module(models.norm_mlp()), FederatedDataModule(clients))
     assert {client: LPM in visit.extras for client, visit in visits.items()} == {"bob": True, "cid": True, "dan": False}
-    assert "The prototypes of client 'dan' are excluded: ValueError: Expected a loader for a pass outside training" in (
+    assert "The prototypes of client 'dan' are excluded: ValueError: Expected a loader without persistent workers" in (
         caplog.text
     )
     assert "persistent" in caplog.text

@@ -516,10 +516,10 @@ def test_other_rows_than_those_held():
 def test_other_examples_than_the_batchs():
     head, _ = holding(objective="negonly")
     features, labels = batch()
-    with pytest.raises(ValueError, match=r"a label for each of 7 examples .* but got 0: see `begin_batch`"):
+    with pytest.raises(ValueError, match=r"a label for each of 7 examples, .* but got 0 labels from `begin_batch`"):
         head(features)
     target = head.begin_batch(labels)
-    with pytest.raises(ValueError, match=r"a label for each of 14 examples .* but got 7: .* or call `loss`"):
+    with pytest.raises(ValueError, match=r"a label for each of 14 examples, .* but got 7 labels .* to `loss`"):
         head(torch.cat([features, features]))
     twice = head.loss(torch.cat([features, features]), torch.cat([target, target]))
     torch.testing.assert_close(twice, F.cross_entropy(head(features), target))

@@ -221,7 +221,7 @@ def test_its_state_is_tensors_and_primitives(init, tmp_path):
         assert_same(reference_value, ours)
     assert again.assignments == rule.assignments
     assert again.sizes() == rule.sizes()
-    with pytest.raises(ValueError, match="`num_centers`=3, but got 2"):
+    with pytest.raises(ValueError, match=r"3 centres \(`num_centers`\), but the checkpoint has 2"):
         FeSEM(3).load_state_dict(rule.state_dict())
 
 
