@@ -62,9 +62,9 @@ class BatchLoop:
         self._connector = trainer._logger_connector  # noqa: SLF001
 
     def train_rest(self, loader: RoundLoader, end_batch: Callable[[Any, Any, int], None]) -> None:
-        """Trains the round's remaining batches without Lightning's loop, until Lightning would validate or end the fit.
+        """Trains on the next batches, until Lightning must validate or end the fit; then Lightning's loop continues.
 
-        After each batch, ``end_batch`` is called with the results of :meth:`train`.
+        After each batch, calls ``end_batch`` with the outputs, the batch and the batch index from :meth:`train`.
         """
         if self._is_over:
             return

@@ -47,11 +47,11 @@ LogPart: TypeAlias = tuple[Mapping[str, _Entry], Mapping[str, LoggedValue]]
 
 
 class DistributedLog(RevertingCallback):
-    """Replaces ``LightningModule.log`` during training and evaluation batches.
+    """Replaces ``LightningModule.log`` during batches, because each process trains only some of the clients.
 
-    Per-step values are passed directly to Lightning. Only the first process has loggers. Per-epoch values are
-    accumulated with Lightning's weights and logged after the last client of a round (:meth:`log_all`) and at the end of
-    an evaluation. Metrics from torchmetrics are then passed to Lightning, which synchronises the metric states.
+    Per-step values are passed directly to Lightning. Only the first process has loggers. Per-epoch values are reduced
+    as in Lightning (means weighted by batch size), and logged after a round's last client (:meth:`log_all`) and at the
+    end of an evaluation. Lightning also receives the metrics from torchmetrics, and synchronises the metrics' states.
     """
 
     def __init__(self) -> None:

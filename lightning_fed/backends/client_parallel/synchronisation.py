@@ -39,9 +39,9 @@ _ROUNDING = 1e-4  # largest relative difference between the norms of equal model
 class _Share:
     """Results of one process's trained clients, sent to all other processes at the end of the round.
 
-    ``visit_costs`` maps clients to seconds per batch, ``finals`` maps visit indices to the schedulers' final states,
-    ``stored`` contains client states (``ClientStore.share``), and ``noted`` contains one value per callback with a hook
-    ``share_round``: the value yielded by the hook.
+    ``visit_costs`` maps clients to seconds per batch. ``finals`` maps a client's index in the round to the final
+    learning-rate scheduler states. ``stored`` contains the state kept for each client (``ClientStore.share``).
+    ``noted`` contains for each callback the value yielded by the hook ``share_round``, or ``None``.
     """
 
     is_cut: bool
@@ -65,7 +65,7 @@ def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
 
 
 class ProcessSynchronisation(RoundSynchronisation):
-    """Exchanges values between processes once per round. ``balance``: how clients are divided, by batches or time."""
+    """Merges the results from all processes after each round. ``balance``: assigns clients by batches or by time."""
 
     visit_costs: VisitCosts  # measured costs, used to balance the processes
 
@@ -126,9 +126,9 @@ class ProcessSynchronisation(RoundSynchronisation):
         cut = [rank for rank, share in enumerate(shares) if share.is_cut]
         if cut:
             raise RuntimeError(
-                f"Round {round_number(number)} ended in process {cut[0]} before its last visit, and the other "
-                "processes were not informed: `on_train_batch_start` must not return -1, and all processes must "
-                "leave the epoch together."
+                f"Expected every process to train all assigned clients in round {round_number(number)}, but process "
+                f"{cut[0]} left the epoch early, and the other processes continued: do not return -1 from "
+                "`on_train_batch_start`, and stop the epoch in all processes."
             )
         trainer.should_stop = any(share.should_stop for share in shares)
         add_optimizer_steps(trainer, sum(share.steps for share in shares) - steps)
@@ -210,7 +210,7 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
 
     Raises:
         MisconfigurationException: If other processes cannot read the client store, if a callback saves checkpoints
-            within a round, or if a callback collects updates without ``share_round``, a hook for exchanging values.
+            within a round, or if a callback collects updates without sharing the collected values (``share_round``).
     """
     if type(store).share is ClientStore.share:
         raise MisconfigurationException(
@@ -238,7 +238,7 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
 
 
 def shares_notes(callback: FederatedCallback) -> bool:
-    """True if a callback exchanges values between processes: ``share_round`` or ``shared_attribute`` is defined."""
+    """True if a callback exchanges values between processes: overrides ``share_round`` or has ``shared_attribute``."""
     return hasattr(callback, "shared_attribute") or is_overridden("share_round", callback, FederatedCallback)
 
 

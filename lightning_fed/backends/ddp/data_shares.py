@@ -51,9 +51,10 @@ class SharedSource(ClientSource):
 
 
 def deal(positions: np.ndarray, rank: int, size: int, least: int = 1) -> np.ndarray:
-    """Returns the positions of examples for process ``rank``: every ``size``-th position. Equal lengths by repetition.
+    """Returns the share of ``positions`` (indices of examples) for process ``rank`` among ``size`` processes.
 
-    ``least`` is the minimum length of a share, because BatchNorm cannot train on one example.
+    A share contains every ``size``-th position. All shares have equal length, at least ``least``. If positions are too
+    few, the first positions are repeated. BatchNorm needs ``least=2``, because BatchNorm cannot train on one example.
 
     Example:
         >>> [deal(np.arange(5), rank, 2).tolist() for rank in range(2)]

@@ -50,8 +50,8 @@ class Processes:
 
     Args:
         size: Number of processes.
-        arguments: The client's pickled arguments.
-        serve: Function that is called in each process, and returns the function to run for each task.
+        arguments: The client's arguments for ``serve``, pickled.
+        serve: Function that each process calls once with the arguments. ``serve`` returns the function for all tasks.
     """
 
     def __init__(self, size: int, arguments: bytes, serve: Serve) -> None:
@@ -60,10 +60,11 @@ class Processes:
         self._pipes: list[Connection] = []
 
     def run(self, order: Any, judge: Callable[[Sequence[str]], None]) -> Any:
-        """Sends a task to all processes, and returns the first process's answer.
+        """Sends the training task ``order`` to all processes, and returns the first process's answer.
 
-        ``judge`` checks the entry names of the update, and raises an error if the site may not send an entry. If a
-        process fails or ends, all processes are ended, and ``ClientFault`` is raised.
+        Before training, ``judge`` receives the names of the tensors that the client would send, and raises an error if
+        the site's policy forbids a tensor. If a process fails, all processes are stopped, and ``ClientFault`` is
+        raised.
         """
         if not self._running:
             self._start()

@@ -124,8 +124,8 @@ def _check_callback(callback: Any) -> None:
     is_known = type(callback) is ProximalTerm or not isinstance(callback, TrainerCallback)
     if not is_known and any(is_overridden(hook, callback, FederatedCallback) for hook in _ON_CLIENT):
         raise MisconfigurationException(
-            f"`{type(callback).__name__}` works inside visits, but each of several processes has only a share of "
-            "the client's data: set devices=1, or train with averaging or FedProx."
+            f"`{type(callback).__name__}` runs in a client's training and may need all of the client's data, but with "
+            "several devices each process reads only a share: set devices=1, or train with averaging or FedProx."
         )
 
 
@@ -142,7 +142,7 @@ class RankRunner(ClientRunner):
             self.store_kind = _ReadStore
 
     def train(self, packet: Packet, node: Mapping[str, Any], judge: Any) -> tuple[Any, ...]:
-        """Trains a client on this process's share of the data. Returns steps, update, error and scheduler states."""
+        """Trains a client on this process's data share. Returns step count, update, error, and per-step schedulers."""
         self.keep_log()
         population, datamodule = self._data_at(node)
         train_request, broadcast = read_train_request(packet, VISIT)
@@ -158,7 +158,7 @@ class RankRunner(ClientRunner):
 
 
 class RankSide(RemoteServerSide):
-    """Server interface in each DDP process. The first process writes files after all processes have read."""
+    """Represents the server in each DDP process. The first process writes files after the others have read them."""
 
     def start(self, fit: FederatedFit) -> None:
         strategy = fit.trainer.strategy
@@ -178,7 +178,7 @@ class _ReadStore(FolderStore):
 
 
 def answer_visit(arguments: tuple[Any, ...]) -> Any:
-    """Returns a function that trains a client on this process's share of the data. Errors become ``ClientFault``."""
+    """Builds a process's runner. Returns a function that trains the client and raises all errors as ``ClientFault``."""
     return partial(_answer_visit, RankRunner(*arguments))
 
 

@@ -109,7 +109,7 @@ class Registry:
 
 
 class Connection(socket.socket):
-    """Connection from another machine, counted as a *stranger* before the first call signed by a registered node."""
+    """Connection from another machine. Until a registered node signs a call, the connection is a *stranger*."""
 
     peer: tuple[Any, ...]  # address and port
     network: bytes  # an IPv4 address, or the first 64 bits of an IPv6 address: a network may have 2^64 addresses
@@ -121,9 +121,10 @@ class Connection(socket.socket):
 
 
 class Listener(socket.socket):
-    """Listening socket with a limit on strangers: open connections without a validly signed call so far.
+    """Listening socket that limits *strangers*: open connections without a call signed by a registered node so far.
 
-    ``strangers`` maps remote addresses to the strangers of all listeners in this process, oldest first.
+    At the limit, a new connection replaces the oldest stranger. ``strangers`` maps remote addresses to connections, for
+    all listeners in this process, oldest first.
     """
 
     strangers: ClassVar[dict[tuple[Any, ...], Connection]] = {}

@@ -16,12 +16,13 @@ RECORD = "round.json"
 
 
 def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
-    """Returns signed JSON text about all rounds of a run: participants, results of the rounds, and file digests.
+    """Returns a run's certificate: signed JSON text about all rounds stored in ``folder``.
 
-    A round's results contain the clients with an update or a reason for exclusion, the method, rule, update steps,
-    versions, metrics (with epsilon and evaluations), digests of models and answers, and the digest of the last line in
-    each site's message log. ``participants`` lists each client with the number of rounds with a used update, and the
-    number of rounds with an exclusion.
+    - ``participants``: for each client, the number of rounds with a valid update, and with an exclusion.
+    - ``rounds``: for each round, the clients with a valid update, the excluded clients with reasons, method, rule,
+      update steps, package versions, metrics (with epsilon and evaluations), digests of models and updates, and the
+      digest of the last line in each site's message log.
+    - ``files``: digest of each file.
     """
     rounds = [json.loads(path.read_text()) for path in sorted(folder.glob(f"round-*/{RECORD}"))]
     used = Counter(client for one in rounds for client in one["received"])

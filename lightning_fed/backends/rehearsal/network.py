@@ -1,4 +1,4 @@
-"""Simulated network in virtual time. The simulation knows the correct outcome of every message."""
+"""Simulated network in virtual time: records each message's delivery or loss, and checks the server's reaction."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ class RehearsalTransport(Transport):
         round: int,
         again: Callable[[Client], Packet] | None = None,
     ) -> Iterator[tuple[Client, Answer]]:
-        """Calls :meth:`Transport.ask`, and checks byte counts, answers, and reasons for missing answers."""
+        """Calls :meth:`Transport.ask`, and compares answers, waiting times and byte counts with the simulation."""
         start = turn = self._world.now
         self.server.set_fuse(self._limit.seconds)
         before, due = self.late, sum(message.is_late(start, self._valid) for message in self.messages.values())

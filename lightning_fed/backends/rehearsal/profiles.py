@@ -81,8 +81,8 @@ def read_sites(path: str | os.PathLike[str]) -> Sites:
     tables = dict(content.get("sites", {}))
     if unknown or not tables.keys() - {"defaults"}:
         raise ValueError(
-            f"Expected the tables `server`, `deadline`, `sites.defaults`, `sites.NAME` and the number `patience` in "
-            f"{os.fspath(path)}, with at least one site, but got {unknown or 'no site'}."
+            f"Expected {os.fspath(path)} to contain only the tables `server`, `deadline` and `sites` and the number "
+            f"`patience`, with a table for at least one site (such as `[sites.north]`), but got {unknown or 'no site'}."
         )
     defaults = tables.pop("defaults", {})
     sites = {name: _read_profile(f"sites.{name}", {**defaults, **table}, path) for name, table in tables.items()}

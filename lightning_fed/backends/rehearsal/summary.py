@@ -33,8 +33,8 @@ def rank_outcomes(outcomes: Sequence[Outcome]) -> list[Outcome]:
 def suggest_deadline(plan: Plan, outcomes: Sequence[Outcome]) -> str:
     """Suggests arguments for :class:`Deadline` from the answer times in all rehearsals (simulated fits).
 
-    ``seconds`` is 1.2 times the 99 % quantile of the answer times. 95 % of rounds have at least ``min_clients`` valid
-    updates. ``rest`` is the time from the median of the answer times to the 95 % quantile of these times.
+    ``seconds`` is 1.2 times the 99 % quantile of the clients' answer times. ``min_clients`` is the number of valid
+    updates reached in 95 % of the rounds. ``rest``, the time for other answers, is the 95 % quantile minus the median.
     """
     times = [seconds for outcome in outcomes for seconds in outcome.answer_seconds]
     if not times:
@@ -84,7 +84,7 @@ def write_summary(plan: Plan, outcomes: Sequence[Outcome]) -> str:
 
 
 def write_log(outcome: Outcome, last: int | None = None) -> str:
-    """Writes a rehearsal's events (a simulated fit), one per line: time (hours, minutes, seconds), machine, text."""
+    """Formats all (or the ``last``) events in a simulated fit, one per line: time (h:m:s), machine, text."""
     events = outcome.log if last is None else outcome.log[-last:]
     return "\n".join(
         f"{int(time // 3600)}:{int(time % 3600 // 60):02d}:{time % 60:06.3f} {machine or '-'}: {text}"

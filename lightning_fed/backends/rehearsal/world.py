@@ -52,8 +52,8 @@ class _Change:
 class Machine:
     """A simulated machine with a process, a disk, a clock and a connection.
 
-    ``starts`` is the number of process starts. ``is_dead`` is true while exception handlers still run in an ended
-    process. ``lost`` is, for each file, the largest number of changes undone by a single loss of power.
+    ``starts`` counts the starts of the process. ``is_dead`` is true after the simulated end of the process: file
+    operations in exception handlers then fail. ``lost`` maps each file to the most changes undone by one power failure.
     """
 
     def __init__(self, name: str, profile: Profile, folder: Path, world: World) -> None:
@@ -230,8 +230,8 @@ class Machine:
 class World:
     """Virtual clock and queue of events; replaces the module ``time`` in backends.
 
-    ``offset`` is the lead of the running process over the clock ``now``, in seconds. ``scale`` is the ratio between the
-    real model's bytes and the simulated bytes. ``log`` contains events as (seconds, machine, text).
+    ``offset`` is the time used by the running process since ``now``, in seconds. ``scale`` is the number of bytes
+    in the real model for each byte in the simulated model. ``log`` contains events as (seconds, machine, text).
     """
 
     def __init__(self, seed: int, scale: float = 1.0) -> None:

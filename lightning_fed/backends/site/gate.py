@@ -45,9 +45,10 @@ _PROTOCOL = (NOT_HELD, NOT_HERE)  # texts on which the server acts; neither text
 class SiteGate:
     """Checks server messages and answers against the site's policy. Appends both to the record file (message log).
 
-    The gate reads the policy before each message from the server is handled, and again before the answer is sent. If
-    the policy is unreadable or the record is damaged, a constant text replaces the answer. If a policy is optional, the
-    gate is active as soon as a policy file, a record file or a file with a similar name exists.
+    The gate reads the policy before handling a server's message, and again before sending the answer. If the policy is
+    unreadable or the record is damaged, the server receives a constant text, not the answer. If the policy is optional
+    (``is_required=False``), the gate is active as soon as a policy, a record or a file with a similar name exists. A
+    deleted policy or a typing error in the file name therefore does not open the site.
     """
 
     def __init__(self, path: Path, is_required: bool, half: Half, store: Path) -> None:
@@ -143,9 +144,9 @@ class SiteGate:
     def _judge(
         self, policy: SitePolicy, record: Record, order: Order, reply: Packet | Refusal | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Checks a server's message, or a client's reply, by the site policy. Raises an error if forbidden.
+        """Checks a server's message, or a client's reply, by the site policy. Raises ``Refusal`` if forbidden.
 
-        Returns the policy's values that allowed the message, and the names in the reply.
+        Returns the values in the policy's rules that allowed the message, and the reply's entry and metric names.
         """
         if isinstance(reply, Refusal):
             raise reply

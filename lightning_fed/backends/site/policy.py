@@ -68,7 +68,7 @@ class Refusal(ClientFault):
 
 @dataclass(frozen=True)
 class Half:
-    """The client program's method name, update steps (in client order) and callbacks, checked by the site policy."""
+    """Client half of a federation, for the policy check: method name, update steps (in client order), callbacks."""
 
     method: str
     steps: Sequence[UpdateStep] = ()
@@ -77,11 +77,11 @@ class Half:
 
 @dataclass(frozen=True)
 class Order:
-    """Message from the server to a site. ``answer`` is the requested kind of answer, such as ``"update"``.
+    """Request from the server to a site for an answer of the kind ``answer``, such as ``"update"``.
 
-    ``text`` is the message without signature. ``client`` is ``None`` in the query for client names. ``sum_size`` is the
-    number of clients in a secure sum, or ``None`` if unknown. ``stage`` names the protocol step of the secure sum.
-    ``head`` is the number and digest of the last line in the site's record file known to the server.
+    ``text`` is the message without signature. ``client`` is ``None`` if the server asks for the clients' names.
+    ``sum_size`` is the number of clients in a secure sum, or ``None`` if unknown. ``stage`` names the protocol step of
+    the secure sum. ``head`` is the last line (number, digest) known to the server from the site's record file.
     """
 
     answer: str
@@ -98,14 +98,14 @@ class Order:
 
 @dataclass(frozen=True)
 class RequiredStep:
-    """Update step or callback that a site policy requires, and minimum or maximum values of the object's attributes."""
+    """Rule in a site policy: class name of a required update step or callback, and bounds for numeric attributes."""
 
     name: str
     at_least: Mapping[str, float] = field(default_factory=dict)
     at_most: Mapping[str, float] = field(default_factory=dict)
 
     def find_fault(self, half: Half) -> str | None:
-        """Returns a reason why the client program does not apply the required update step; ``None`` if applied."""
+        """Returns why ``half`` violates this rule, for example by a missing step; ``None`` if the rule is fulfilled."""
         reason: str | None = f"the federation has no {self.name}"
         for index, step in enumerate(half.steps):
             if type(step).__name__ == self.name:
@@ -183,7 +183,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Checks a server's message against a site's policy. Returns the matching policy values."""
+        """Returns the policy values permitting a message to the client program ``half``, or raises ``Refusal``."""
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed
@@ -215,7 +215,10 @@ class SitePolicy:
         _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
-        """Checks a client's answer before sending. Returns the matching policy patterns, and the names."""
+        """Checks an answer with the kind ``answer`` and the JSON message ``text``. Raises ``Refusal`` if forbidden.
+
+        Returns the matching patterns by rule, and all entry names and metric names in the answer.
+        """
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]
         if kind not in _CONTENTS:
@@ -275,13 +278,13 @@ def read_policy(path: Path) -> SitePolicy:
 def _read_own_file(path: Path) -> bytes:
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     if path.is_symlink():
-        raise OSError("the path is a symbolic link")
+        raise OSError("the policy is a symbolic link, but must be a regular file")
     with os.fdopen(os.open(path, flags), "rb") as file:
         opened = os.fstat(file.fileno())
         check_owner(opened)
         check_parents(path)
         if not stat.S_ISREG(opened.st_mode):
-            raise OSError("the path is not a regular file")
+            raise OSError("the policy is not a regular file, but for example a pipe or a device")
         content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
             raise OSError(f"the file has more than {_LARGEST} bytes")
@@ -295,7 +298,10 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
         raise ValueError(f"expected rules from {known}, but got {unknown[0]!r}")
     needs = [name for name in values if name in _NEEDS]
     if list(values)[: len(needs)] != needs:  # a partially written file lacks the end
-        raise ValueError(f"expected {', '.join(_NEEDS)} before all other rules, in the form `steps = [...]`")
+        raise ValueError(
+            f"expected the rules {', '.join(_NEEDS)} before all other rules: move these rules to the top of the file, "
+            "and write `steps = [...]` instead of `[[steps]]`"
+        )
     read: dict[str, Any] = {}
     for name, value in values.items():
         if name == "steps":

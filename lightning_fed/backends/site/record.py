@@ -125,8 +125,8 @@ ROTATION = "rotation"
 class Record:
     """An append-only log of all messages at a site, shared by one or more processes.
 
-    ``recent`` contains the lines from the 24 hours before ``last``, the last line. A missing log is created, unless the
-    head file exists (the last line's number and digest).
+    ``recent`` contains the lines from the 24 hours before the last line, and ``last`` is the last line. The head file
+    stores the last line's number and digest. A missing log is created, but is an error if the head file exists.
     """
 
     def __init__(self, path: Path, head: Path) -> None:
@@ -139,7 +139,7 @@ class Record:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Context with a site's message log open and locked. Verifies new lines; raises ``RecordError`` if changed."""
+        """Context with the site's record open and locked. Raises ``RecordError`` if newly added lines are invalid."""
         is_new, head = not self._path.exists(), self._read_head()
         if is_new and head[0]:
             raise RecordError(f"the record is missing, but has {head[0]} lines according to {str(self._head)!r}")
@@ -217,7 +217,10 @@ class Record:
         if head is None:
             return
         if head[0] and not self.has_line(*head):
-            raise RecordError(f"line {head[0]} is missing, or differs from the digest in {str(self._head)!r}")
+            raise RecordError(
+                f"the record's line {head[0]} is missing, or the line's digest differs from the digest in "
+                f"{str(self._head)!r}"
+            )
         if not head[0] and len(self._digests) > 1:  # a crash after the first line leaves no head file
             raise RecordError(
                 f"the record has {self.last.number} lines, but {str(self._head)!r} (last line's digest) is missing"

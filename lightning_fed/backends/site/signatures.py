@@ -70,7 +70,7 @@ def is_signed(kind: str, text: str, data: bytes, signature: str, key: Ed25519Pub
 
 
 def digest_order(kind: str, text: str, data: bytes, signature: str) -> str:
-    """Hash of a message: kind, expiry time, text and data, but not the signature."""
+    """Hash of a server's message: kind, text, data, and the expiry time in ``signature`` (without the signature)."""
     return hashlib.sha256(_signed(kind, signature.partition(":")[0], text, data)).hexdigest()
 
 

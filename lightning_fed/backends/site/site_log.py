@@ -1,4 +1,4 @@
-"""Log file of a site with a policy. A network backend may copy a process's ordinary log to the server."""
+"""Log file at a site with a policy, because a network backend may copy a process's ordinary log to the server."""
 
 from __future__ import annotations
 

@@ -67,7 +67,10 @@ class Vectorized(VisitsAtOnce):
             check_vectorizable(fit)
             check_entries(module, names)
             if "groups" not in inspect.signature(population.stream).parameters:
-                raise Obstacle(f"`{type(population).__name__}.stream` has no argument `groups`")
+                raise Obstacle(
+                    f"`{type(population).__name__}.stream` has no argument `groups`, and cannot return batches of "
+                    "several clients in turn"
+                )
             with seeded_generators():
                 batch, has_drawn = _first_batch(population, fit.schedule)
                 draws = check_vectorisation(trainer, module, names, batch)

@@ -70,8 +70,8 @@ class RemotePopulation(Population):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise MisconfigurationException(
-            "Expected a server that needs no client data, because client data are on the clients' machines: a callback "
-            "or option with client data on the server works only with clients in one process."
+            "Expected no callback or option that reads client data on the server, because the data are on the clients' "
+            "machines: use this callback or option (see the traceback) only with clients in one process."
         )
 
     num_samples = batches_per_epoch = stream = _refuse
@@ -118,9 +118,9 @@ class RemoteClientSide(RemoteSide):
         ]
         if filled:
             raise MisconfigurationException(
-                "Expected buffers with NaN or infinite initial values to stay unchanged, because such buffers are "
-                f"not sent, but validation or training on the server changed {sorted(filled)}: add the buffers to "
-                "`personal` (each client has separate values), or start with finite values (sent and averaged)."
+                "Expected buffers with NaN or infinite initial values to stay unchanged, because the server does not "
+                f"send such buffers, but validation or training on the server has set {sorted(filled)}: add these "
+                "buffers to `personal`, for separate values per client, or start with finite values, for averaging."
             )
         self._server_entries = round.local.server_entries
         start = pack_numbers(optimizers.start) | {"optimizers": name_optimizers(fit.trainer.optimizers)}
@@ -366,7 +366,7 @@ class RemoteClientSide(RemoteSide):
 
 
 def is_lacking(reply: Packet | str) -> bool:
-    """True if a client's reply states that the client lacks entries omitted from the server's message."""
+    """True if a client reports missing model tensors: the server had omitted these as known to the client."""
     return isinstance(reply, Packet) and not reply.data and NOT_HELD in reply.text
 
 
@@ -375,7 +375,7 @@ def _fill_in(update: ClientUpdate, sent: State, count: int) -> None:
         return
     missing = frozenset(sent.keys() - update.state.keys())
     if len(missing) != count:
-        raise BadUpdate(f"the client reports {count} unsent entries, but {len(missing)} entries are missing")
+        raise BadUpdate(f"the client reports {count} omitted tensors, but the update lacks {len(missing)} tensors")
     whole = update.state | {name: sent[name] for name in missing}
     update.state = {name: whole[name] for name in (*sent, *(update.state.keys() - sent.keys()))}
     update.unsent = missing

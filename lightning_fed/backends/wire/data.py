@@ -17,9 +17,10 @@ from lightning_fed.partitions.partitioned import FORWARDED
 
 
 class HalfData(EvaluationData):
-    """Datamodule for a server or client program: validation data and batch hooks, but no training data.
+    """Datamodule for a server or client program: evaluation data and batch hooks, but no training data.
 
-    On a server without data, ``data=ClientsBatch()`` represents the clients' validation and test data.
+    Training data are in the population from :func:`read_data`. On a server without data, ``data=ClientsBatch()`` gives
+    one empty batch, a placeholder for evaluation on the clients' machines.
     """
 
     def __init__(self, data: Any = None) -> None:

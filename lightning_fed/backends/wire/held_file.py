@@ -1,4 +1,4 @@
-"""File on a client's machine with model entries from earlier messages."""
+"""Stores received model tensors on a client's machine, so the server need not send unchanged tensors again."""
 
 from __future__ import annotations
 

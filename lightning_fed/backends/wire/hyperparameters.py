@@ -56,7 +56,7 @@ def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
     is_number = isinstance(numbers, int | float) and (numbers == like or abs(numbers) < _LARGE)
     if is_number and (like is None or isinstance(like, int | float)):
         return numbers
-    raise ValueError(f"{path.lstrip('.')!r} does not match the server's structure")
+    raise ValueError(f"{path.lstrip('.')!r} has another type, length or keys than on the server, or is too large")
 
 
 def name_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:

@@ -14,15 +14,15 @@ from lightning_fed.messages import file_name
 def refuse_older_order(folder: Path, train_request: TrainRequest) -> None:
     """Stores a train request as the client's newest. If a newer request is stored, raises ``ClientFault``.
 
-    An older request would replace the client state of later rounds. Requests are compared by server start and round.
+    Training for an older request would overwrite newer client state. Requests are ordered by ``start`` and round.
     """
     visit = train_request.visit
     path, order = folder / "orders" / file_name(visit.client), [train_request.start, visit.round]
     newest = json.loads(path.read_text()) if path.exists() else []
     if newest > order:
         raise ClientFault(
-            "the client has a newer request from a later start of the server, or from a later round: "
-            "correct the clock of a restored server"
+            "the client refuses an outdated request, because a newer request (from a later start of the server, or a "
+            "later round) has arrived before: if the server was restored from a backup, correct the server's clock"
         )
     if newest < order:
         write_text_atomically(path, json.dumps(order))

@@ -79,17 +79,17 @@ class TrainRequest:
         run: Name of the fit. Client state from other fits is ignored.
         visit: The local training to execute.
         kept: Round of the stored client state to start from; -1 for a client without stored state.
-        needed: First round whose client states the server may need. From earlier rounds, only the newest is needed.
+        needed: The client may delete states from rounds before this round, except the newest such state.
         seed: Seed of the federation, for the construction of the model.
-        frozen: Hash of the entries that are never sent. Server and client must have equal values.
+        frozen: Hash of the frozen model tensors, never sent. Server and client must have equal values.
         hyperparameters: Optimizer options for the round, and initial states of per-step schedulers and loss scale.
-        asked: Hash of the client's request for some rows of a table; empty without a request.
-        held: Hash of the model entries that the client stores and the message omits; empty without such entries.
-        keeps: Whether the client must store the message's entries for later messages.
+        asked: Hash of the client's request for table rows, answered by this message; empty without a request.
+        held: Hash of the model tensors omitted from this message, as stored by the client; empty if none.
+        keeps: Whether the client must store this message's model tensors, for omission from later messages.
         peers: Clients in the secure sum, including this client; ``None`` without a secure sum.
-        head: Number and digest of the last line in the site's message log that the server knows; ``None`` if unknown.
+        head: Number and digest of the newest line in the site's record that the server knows; ``None`` if unknown.
         start: Number of the server's start. Later starts have larger numbers.
-        question: Question from a callback, outside rounds; ``None`` in a round.
+        question: Question from a server callback to the client, without training; ``None`` in a round.
     """
 
     run: str
@@ -167,7 +167,7 @@ def read_packet(packet: Packet, *kinds: str, client: Client | None = None) -> tu
     if kind not in kinds or not isinstance(header, dict) or not isinstance(table, dict):
         raise PacketError(f"the message has the kind {kind!r} instead of {' or '.join(map(repr, kinds))}")
     if client is not None and (header.get("client") != client or isinstance(header.get("client"), bool)):
-        raise PacketError(f"the message answers for client {header.get('client')!r:.100}")
+        raise PacketError(f"the answer is from client {header.get('client')!r:.100}, but another client was asked")
     start, tensors = 0, {}
     for group, rows in table.items():
         tensors[group] = state = dict[str, Tensor]()
@@ -204,7 +204,9 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
 
 
 def is_answer(packet: Packet) -> bool:
-    """True for a packet with a client's answer; false for a :class:`Fault` packet and for invalid text up to 2 KiB.
+    """True for a packet with a client's answer; false for a :class:`Fault` packet and for invalid JSON.
+
+    Packets with text above 2 KiB count as answers and are not parsed, because the text of a fault is short.
 
     Example:
         >>> is_answer(write_packet("update", {})), is_answer(write_fault(Fault("ann", "no"))), is_answer(Packet("{"))
@@ -391,7 +393,7 @@ def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, 
             )
         update = ClientUpdate(client, num_samples, tensors["state"], tensors["extras"], metrics)
         if not is_head(header["head"]):
-            raise PacketError(f"the head of the client's record is invalid: {header['head']!r:.100}")
+            raise PacketError(f"the site record's last line (number, digest) is invalid: {header['head']!r:.100}")
         return update, Answer(steps, header["after"], header["keeps"] is True, unsent, header["head"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise (

@@ -1,8 +1,9 @@
 """Secure sum over clients' answers to a question: the server learns the sum, but no single answer.
 
-A question is a dictionary. The answer to a question with the key ``"sum"`` is one tensor of integers modulo 2^256
-(``privacy/masked_sums.py``). The value of ``"sum"`` names the sum. Clients release a named sum only for one set of
-clients, in any round, because the difference between two sums could reveal an answer.
+A callback's question is a dictionary. If the dictionary has the key ``"sum"``, each client answers with one tensor of
+integers modulo 2^256 (``privacy/masked_sums.py``), and the server learns only the sum. The key's value is a name for
+the sum. For each name, a client helps to unmask sums over only one set of clients: the difference between sums over two
+sets could reveal an answer.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ def ask_sum(
     visits: Sequence[Visit],
     ask: Callable[[Sequence[Visit], list[Client]], Replies],
 ) -> Replies:
-    """Sums clients' answers to a question securely. Yields (client, reason) for missing clients, finally the sum.
+    """Runs a secure sum over the answers to a question. Yields (client, reason) for missing clients, finally the sum.
 
-    ``ask`` sends the question to the clients of the secure sum, and yields masked answers. The sum is a
-    ``ClientUpdate``; the attribute ``members`` lists the summed clients. The function overwrites ``server.report``, the
-    log of the last round.
+    ``visits`` contain the clients to ask. ``ask(visits, clients)`` sends the question to the clients in the secure sum,
+    and yields masked answers. The sum is a ``ClientUpdate`` with the summed clients in ``members``. As a side effect,
+    ``server.report`` (the log of the last round) is overwritten.
     """
     step = next(step for step in server.chain.steps if isinstance(step, SecureSum))
     server.report.round, server.report.failed = _ROUND, {}

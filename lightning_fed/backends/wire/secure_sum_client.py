@@ -49,14 +49,15 @@ NOT_SUMMED = "the server has a secure sum, but the client's federation has none"
 class ClientSum:
     """Client side of the secure sums in a run: encryption keys, secret shares, and the masked update.
 
-    The protocol has four steps per round, each executed at most once: publish keys, share secrets, open other clients'
-    shares, mask the update and release shares. A file stores the values for the next step, because a new process may
-    handle each message. Each step deletes the previous step's file, and the last step stores no file. Therefore the
-    client never uses the same masks for two vectors, and releases only one share (of two) from every other client.
+    The protocol has these steps per round, each executed at most once: publish keys; send shares of two secrets to the
+    other clients; open (decrypt) received shares; mask the update; release shares to the server. A file stores the
+    values for the next step, because a new process may handle each message. Each step deletes the previous step's file,
+    and the last step stores no file. Therefore the client never uses the same masks for two vectors, and releases only
+    one share from every other client: either for the first or for the second secret.
 
-    A restarted sum (after a client sent unreadable shares, or the server was killed) has new keys. After releasing
-    shares, the client only repeats the release for the same clients, because the difference between two sums would
-    reveal an update.
+    A restarted sum (after a client sent unreadable shares, or the server was killed) has new keys. If the client has
+    released shares in this round, the client releases shares again only for the same set of clients. The difference
+    between sums over two sets would reveal an update.
 
     ``share`` is the fraction of clients required to unmask a sum, more than one half.
     """
@@ -92,7 +93,7 @@ class ClientSum:
         try:
             self._check_count(len(set(peers)), least)
             if self._client not in peers or not set(peers) <= shares.keys():
-                raise SumError("the sum lacks this client, or has clients without shared secrets")
+                raise SumError("the list of summed clients lacks this client, or has clients without shared secrets")
             others = [keys[peer] for peer in peers if peer != self._client]
             add_masks(vector, _secrets_of(known), others, self._context(round))
         except SumError as error:
@@ -148,7 +149,7 @@ class ClientSum:
         shares = {peer: Share(*map(bytes.fromhex, share)) for peer, share in known["shares"]}
         survivors = [peer for peer, is_there in zip(request.peers, request.survivors, strict=True) if is_there]
         if list(shares) != list(request.peers):
-            raise SumError("the server requests shares of other clients than in the masked sum")
+            raise SumError("the server requests shares for another list of clients than in the masked sum")
         if self._client not in survivors:
             raise SumError("the client is not one of the clients in the sum to unmask")
         self._check_count(len(survivors), int(known["least"]))
@@ -195,8 +196,8 @@ class ClientSum:
 def maskable(update: ClientUpdate, sent: State) -> State:
     """Returns the tensors in an update that the client must mask, by name. ``sent`` is the received model.
 
-    Raises ``ClientFault`` for metrics, and for changed entries with other dtypes, because masks do not cover these
-    values.
+    Raises ``ClientFault`` for metrics, and for changed or additional tensors with a dtype other than int32, because
+    masks do not cover these values.
     """
     numbers = dict(update.extras)
     for name, value in update.state.items():
@@ -206,7 +207,10 @@ def maskable(update: ClientUpdate, sent: State) -> State:
         numbers[name] = value
     bare = [name for name, value in numbers.items() if value.dtype != torch.int32]
     if bare or update.metrics:
-        raise ClientFault(f"the client would send {(bare or sorted(update.metrics))[0]!r} without a mask")
+        raise ClientFault(
+            f"the client would send {(bare or sorted(update.metrics))[0]!r} without a mask, visible to the server: "
+            "remove the callback or update step that adds this value"
+        )
     return numbers
 
 

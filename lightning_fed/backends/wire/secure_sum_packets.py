@@ -37,12 +37,14 @@ _TEXT = 2**12, 2**8  # characters in a reply: constant part, and per row
 
 @dataclass(frozen=True)
 class SumRequest:
-    """Server's request to a client for one step of a secure sum.
+    """Server's request to a client for one step (``stage``) of a secure sum. ``peers``: the clients in this step.
 
-    Values of ``stage``: publish keys (``"keys"``); split the client's secrets into shares for ``peers`` (``"shares"``);
-    decrypt the shares received from ``peers`` (``"open"``); send one share per peer to the server, which then removes
-    all masks from the sum (``"unmask"``; ``survivors`` marks the summed peers). ``least`` shares restore a secret.
-    ``rows`` contains one byte string per peer: public keys (``"shares"``), or the peer's encrypted share (``"open"``).
+    - ``"keys"``: publish the client's public keys.
+    - ``"shares"``: split the client's secrets into one share per peer, encrypted with the peers' public keys in
+      ``rows``. Any ``least`` shares restore a secret.
+    - ``"open"``: decrypt the shares received from the peers, in ``rows``.
+    - ``"unmask"``: send one share per peer to the server, to remove the masks from the sum. ``survivors`` marks the
+      peers with an update in the sum.
     """
 
     stage: Stage
@@ -59,8 +61,8 @@ ROW_BYTES: Mapping[Stage, int] = {"keys": 0, "shares": PUBLIC, "open": SEALED, "
 """Bytes per row in a request."""
 
 REPLY_BYTES: Mapping[Stage, int] = {"keys": PUBLIC, "shares": SEALED, "open": len(OPENED), "unmask": SECRET}
-"""Bytes per row in a reply: one row of keys; sealed shares, with zeros for the client; flags for opened shares;
-shares."""
+"""Bytes per row in a reply. Rows by step: the client's keys (one row); encrypted shares for the peers, with zeros for
+the client; flags for opened shares; one released share per peer."""
 
 
 def write_sum_request(request: SumRequest) -> Packet:
@@ -96,7 +98,7 @@ def read_sum_request(packet: Packet) -> SumRequest:
 
 
 def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
-    """Creates a packet with a client's answer to a secure-sum request. ``rows``: one byte string per other client."""
+    """Creates a packet with a client's answer to a secure-sum request. ``rows``: see ``REPLY_BYTES``."""
     header = {"client": request.client, "stage": request.stage}
     return write_packet("sum", header, rows={"rows": _to_tensor(rows, REPLY_BYTES[request.stage])})
 
@@ -129,7 +131,7 @@ def _to_tensor(rows: tuple[bytes, ...], size: int) -> torch.Tensor:
 
 def _to_rows(tensors: Mapping[str, Mapping[str, Any]], count: int, size: int) -> tuple[bytes, ...]:
     if tensors.keys() != {"rows"} or tensors["rows"].keys() != {"rows"}:
-        raise PacketError("the message's tensors are not rows of bytes")
+        raise PacketError("the message must contain exactly one tensor, with the name 'rows'")
     value: torch.Tensor = tensors["rows"]["rows"]
     if value.dtype != torch.uint8 or value.shape != torch.Size([count, size]):
         raise PacketError(

@@ -62,8 +62,8 @@ SEALED = NONCE + 2 * SECRET + 16
 class SumError(ValueError):
     """Raised, with a reason, if a secure sum fails. The reason contains no data received from clients.
 
-    ``dealer`` is a client whose secret cannot be restored, because other clients report faulty shares of this secret.
-    After false reports by many other clients, ``dealer`` may be honest.
+    ``dealer`` is the client whose secret cannot be restored from the other clients' shares. Either this client dealt
+    faulty shares, or many other clients lie and ``dealer`` is honest.
     """
 
     def __init__(self, text: str, dealer: Client | None = None) -> None:
@@ -93,7 +93,7 @@ class Secrets:
 
 @dataclass(frozen=True)
 class Share:
-    """One client's shares of the two secrets of another client, for pairwise masks and private mask, 16 bytes each."""
+    """One client's shares of another client's secrets: ``pairing`` for pairwise masks, ``seed`` for a private mask."""
 
     pairing: bytes
     seed: bytes
@@ -118,16 +118,17 @@ def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least
     """Checks all clients' public keys (``peers``) before a client shares secrets. ``own``: this client's keys.
 
     Raises ``SumError`` for missing or equal keys, or if ``least`` (the number of clients needed to restore a secret) is
-    not a majority: one half of the clients could then restore the seed, and the other half the pairing secret.
+    not a majority. Otherwise a dishonest server could restore a client's private seed with one half of the clients and
+    the pairing secret with the other half, and remove all masks from this client's update.
     """
     if peers.get(client) != own:
-        raise SumError("the client's own keys are missing from the keys of the sum")
+        raise SumError("the client's own keys are missing from the server's list of public keys")
     for part in (slice(0, KEY), slice(KEY, 2 * KEY)):
         if len({public[part] for public in peers.values()}) < len(peers):
-            raise SumError("two clients of the sum have the same key")
+            raise SumError("two clients in the secure sum have the same public key")
     if not len(peers) / 2 < least <= len(peers):
         raise SumError(
-            f"{least} of {len(peers)} clients could restore the client's secrets, but more than half must be necessary"
+            f"the server asks {least} of {len(peers)} clients to restore a secret, but more than half must be necessary"
         )
 
 
@@ -179,12 +180,13 @@ def find_masks(
     least: int,
     context: bytes,
 ) -> tuple[Vector, list[Client]]:
-    """Computes the sum of the masks, to subtract from a sum of masked vectors.
+    """Computes the sum of the masks, to subtract from a sum of masked vectors. Also returns clients with wrong shares.
 
-    Returns also the clients that sent wrong shares. ``zeros`` has the vectors' shape and dtype. ``shares`` maps
-    (client, peer) to a share: of the peer's seed if the peer's vector is in the sum, else of the pairing secret.
-    ``positions`` are indices among the clients that shared secrets. Raises ``SumError`` if too few clients remain or a
-    restored secret does not match the peer's public key.
+    Restores one secret per client in ``peers`` (client to public keys): the private seed if the client's vector is in
+    the sum (client in ``survivors``), otherwise the pairing secret. ``shares[holder][peer]`` is the holder's share of
+    this secret, and ``positions[holder]`` the share's number. ``zeros`` has the vectors' shape and dtype. ``context``
+    is from :func:`context_of`. Raises ``SumError`` for fewer than ``least`` holders, or if a restored secret does not
+    match the public keys.
     """
     if len(shares) < least:
         raise SumError(f"{len(shares)} clients have answered, but {least} are necessary to unmask the sum")
@@ -219,9 +221,9 @@ def _restore(
     )
     if len(opened) < least:
         raise SumError(
-            f"{len(held) - len(opened)} of {len(held)} clients cannot open the shares of client {dealer!r}, and "
-            f"the client's "
-            f"{secret_name} requires {least} shares: either this client or all of these clients are at fault",
+            f"{len(held) - len(opened)} of {len(held)} clients cannot decrypt the shares from client {dealer!r}, but "
+            f"this client's {secret_name} requires {least} readable shares: either this client is at fault, or all "
+            "clients without a readable share",
             dealer,
         )
     for holders in itertools.islice(itertools.combinations(opened, least), _MOST_TRIES):
@@ -264,7 +266,7 @@ def _exchange(private: bytes, public: bytes) -> bytes:
     try:
         return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as error:
-        raise SumError("a key of the sum is invalid") from error
+        raise SumError("a client's public key for the secure sum is invalid") from error
 
 
 def _sealing_cipher(private: bytes, other: bytes, sender: bytes, receiver: bytes, context: bytes) -> ChaCha20Poly1305:

@@ -63,9 +63,10 @@ def find_public_reason(error: Exception) -> str:
 
 
 class RemoteServer(ServerInterface):
-    """Connection of a client to the server, for one broadcast and one update.
+    """Represents the server on a client's machine, for one received broadcast and one update.
 
-    ``fault`` is the reason for a missing update. ``asked`` is the hash of the request answered by the broadcast.
+    ``asked`` is the hash of the client's request for table rows, answered by ``broadcast``; empty without a request. If
+    the client cannot send an update, ``fault`` is the reason.
     """
 
     def __init__(self, server: ServerInterface, broadcast: Broadcast, asked: str) -> None:
@@ -127,11 +128,11 @@ class RemoteServer(ServerInterface):
 
 
 class RemoteServerSide(RemoteSide):
-    """Represents the server of a federation on a client, during one visit or one query.
+    """Connects a client's fit with the server's message: a request to train, or a query (such as for scores).
 
-    ``judge_entries`` raises an error before training if the site's policy forbids an entry. ``held`` provides model
-    entries from earlier messages. ``left`` is the state of per-step schedulers and loss scaler after the visit, if a
-    later visit needs this state.
+    Before training, ``judge_entries`` raises an error if the site's policy forbids sending a model tensor. ``held``
+    stores model tensors from earlier messages. After training, ``left`` contains step counts of per-step schedulers and
+    the loss scaler's state, or ``None`` if both are absent.
     """
 
     has_server = False
@@ -235,8 +236,8 @@ class RemoteServerSide(RemoteSide):
                 steps = optimizers.steps_of(end)
                 if steps is None:
                     raise MisconfigurationException(
-                        "Expected per-step schedulers with `last_epoch` in their state, for the server to repeat "
-                        f"the steps, but got states {[sorted(state) for state in optimizers.start['schedulers']]}."
+                        "Expected per-step schedulers with `last_epoch` in the state, to count steps for the server, "
+                        f"but got states {[sorted(state) for state in optimizers.start['schedulers']]}."
                     )
                 self.left = {"steps": steps, "scaler": pack_numbers(end["scaler"])}
             return
@@ -255,7 +256,7 @@ class RemoteServerSide(RemoteSide):
         step = forward_step(module)
         try:
             if step is None:
-                raise ClientFault("the client's module does not implement the requested step")
+                raise ClientFault("the client's module needs a `validation_step`, because optimization is manual")
             round.local.load_client(visit.client, ask_server(fit, Request(visit.client)).state)
             measured = client_statistics(trainer, module, fit.population, visit, measured_layers(fit), step)
             self.answer = ClientUpdate(visit.client, fit.population.num_samples(visit.client), {}, measured)

@@ -54,7 +54,7 @@ class Deadline:
         if self.min_clients is not None:
             check_count("min_clients", self.min_clients)
         if not self.seconds > 0 or not self.rest >= 0 or not self.reconnect >= 0:
-            raise ValueError(f"Expected positive times, but got {self}.")
+            raise ValueError(f"Expected `seconds` above 0, `rest` and `reconnect` of at least 0, but got {self}.")
 
 
 class Transport(ABC):
@@ -107,10 +107,10 @@ class Transport(ABC):
     ) -> Iterator[tuple[Client, Answer]]:
         """Sends packets to clients, and yields the answers in the order of the packets.
 
-        ``packets`` are consumed one at a time. If a client restarts, ``again`` creates the client's packet once more.
-        An answer that arrives early stays in the network: only one answer is in memory, and updates are summed in the
-        same order in every run. If ``min_clients`` is set, answers are fetched immediately and stored in temporary
-        files.
+        ``kind`` is the message type. ``packets`` are consumed one at a time. If a client restarts, the packet
+        ``again(client)`` is sent. The answers have the same order in every run, and only one answer is in memory: an
+        early answer stays in the network until the client's turn. With ``Deadline.min_clients``, answers are instead
+        fetched on arrival, and wait in temporary files.
         """
         self.discover()
         self._count_late()
@@ -190,7 +190,7 @@ class Transport(ABC):
         return self._miss(message, again) if answer is None else answer
 
     def _miss(self, message: Message, again: Callable[[Client], Packet] | None) -> Answer | None:
-        """Returns a reason to stop waiting for a client's answer, such as a lost connection, or ``None``."""
+        """Checks a client's connection. Returns a reason to stop waiting, or ``None``. After a restart, resends."""
         now = time.monotonic()
         if now - message.checked_at < _LOOK:
             return None

@@ -164,7 +164,7 @@ def test_a_secure_sum_has_each_site_once(federated_trainer, tmp_path):
         ({"strategy": "ddp", "plugins": []}, [lambda: None], "Define functions and classes at the top"),
         ({"strategy": "ddp_spawn"}, [], "Expected strategy='ddp' for .* but got strategy='ddp_spawn'"),
         ({"strategy": "fsdp", "accelerator": "cpu"}, [], "."),
-        ({}, [ClassPrototypes()], "`ClassPrototypes` works inside visits"),
+        ({}, [ClassPrototypes()], "`ClassPrototypes` runs in a client's training"),
         ({"strategy": "ddp", "sync_batchnorm": True}, [], "Expected sync_batchnorm=False on CPUs"),
     ],
 )

@@ -132,7 +132,7 @@ NONSENSE = {
     "no JSON": (table(lambda said, data: ("{", data)), "not from lightning-fed"),
     "deep JSON": (table(lambda said, data: ("[" * 100_000, data)), "not from lightning-fed"),
     "another version": (table(lambda said, data: (json.dumps({**said, "version": 99}), data)), "install the same"),
-    "another's": (changed(client="ann"), "the message answers for client 'ann'"),
+    "another's": (changed(client="ann"), "the answer is from client 'ann'"),
     "too few bytes": (table(lambda said, data: (json.dumps(said), data[:-4])), "more bytes than the message contains"),
     "too many bytes": (table(lambda said, data: (json.dumps(said), data + b"0000")), "but the message contains"),
     "not finite": (table(poisoned), "has NaN or infinite values"),
@@ -563,7 +563,7 @@ def test_what_needs_data_on_the_server_is_refused(tmp_path):
         ({"trainer": {"max_epochs": 1, "val_check_interval": 1}}, "without `val_check_interval`, .* but got 1: use"),
         ({"trainer": [1]}, "Expected `trainer` to be a mapping"),
         ({"clients": 0}, "Expected `clients` to be at least 1, but got 0"),
-        ({"time_limit": 0}, r"Expected positive times, but got Deadline\(seconds=0"),
+        ({"time_limit": 0}, r"Expected `seconds` above 0.* but got Deadline\(seconds=0"),
     ],
 )
 def test_arguments_of_the_server(arguments, message):

@@ -313,9 +313,9 @@ SUM = [MaxSamples(40), SecureSum(5.0)]
             [MaxSamples(40), SecureSum(5.0, 0.6)], SUM,
             "3 of 5 clients could unmask the sum, but the client's federation requires a fraction of at least 0.667",
         ),
-        ([MaxSamples(40), SecureSum(10.0)], SUM, "units per 1.0, but the server"),
-        ([MaxSamples(400), SecureSum(5.0)], SUM, "units per 1.0, but the server"),
-        (SUM, [UniformWeights(), SecureSum(5.0)], "units per 1.0, but the server"),
+        ([MaxSamples(40), SecureSum(10.0)], SUM, "encodes 1.0 as the integer .*, but the server's"),
+        ([MaxSamples(400), SecureSum(5.0)], SUM, "encodes 1.0 as the integer .*, but the server's"),
+        (SUM, [UniformWeights(), SecureSum(5.0)], "encodes 1.0 as the integer .*, but the server's"),
     ],
 )  # fmt: skip
 def test_halves_that_do_not_agree(ours, theirs, words, tmp_path):

@@ -167,7 +167,7 @@ def test_one_who_seals_nonsense_is_named():
         shares[cannot]["ann"] = NO_SHARE
     assert find_masks(np.zeros(10, np.uint32), parties.peers, NAMES, shares, parties.positions, 4, CONTEXT)[1] == []
     shares[NAMES[4]]["ann"] = NO_SHARE
-    with pytest.raises(SumError, match="4 of 7 clients cannot open the shares of client 'ann'") as raised:
+    with pytest.raises(SumError, match="4 of 7 clients cannot decrypt the shares from client 'ann'") as raised:
         find_masks(np.zeros(10, np.uint32), parties.peers, NAMES, shares, parties.positions, 4, CONTEXT)
     assert raised.value.dealer == "ann"
 
@@ -201,7 +201,7 @@ def test_masks_are_different_in_every_round_and_for_every_client():
 
 @pytest.mark.parametrize(
     ("public", "words"),
-    [(bytes(PUBLIC - 1), "95 bytes instead of 96"), (bytes(PUBLIC), "a key of the sum is invalid")],
+    [(bytes(PUBLIC - 1), "95 bytes instead of 96"), (bytes(PUBLIC), "public key for the secure sum is invalid")],
 )
 def test_keys_that_are_none(public, words):
     """Includes a point of low order, with which all clients would agree on the same secret."""
@@ -217,7 +217,7 @@ def test_clients_among_which_a_client_does_not_share():
     for peers, least, words in (
         ({**public, "a": make_secrets().public}, 3, "the client's own keys are missing"),
         ({"b": public["b"], "c": public["c"]}, 2, "the client's own keys are missing"),
-        ({**public, "b": twin}, 3, "two clients of the sum have the same key"),
+        ({**public, "b": twin}, 3, "two clients in the secure sum have the same public key"),
         (public, 2, "more than half must be necessary"),
         (public, 5, "more than half must be necessary"),
     ):
@@ -377,8 +377,8 @@ def test_shares_that_are_not_opened(peers, words, tmp_path):
     [
         ({"survivors": (False, True, True, True, True)}, "the client is not one of the clients in the sum"),
         ({"survivors": (True, True, True, False, False)}, "the sum has 3 clients, but requires at least 4"),
-        ({"peers": tuple("abced")}, "shares of other clients than in the masked sum"),
-        ({"peers": tuple("abcdf")}, "shares of other clients than in the masked sum"),
+        ({"peers": tuple("abced")}, "shares for another list of clients than in the masked sum"),
+        ({"peers": tuple("abcdf")}, "shares for another list of clients than in the masked sum"),
     ],
 )
 def test_what_does_not_unmask(changes, words, tmp_path):
@@ -407,7 +407,7 @@ def test_sums_that_a_client_is_not_part_of(options, changes, words, tmp_path):
 def test_masks_with_others_only(tmp_path):
     for peers, words in (
         (["a", "b", "c", "z"], "or has clients without shared secrets"),
-        (["b", "c", "d", "e"], "the sum lacks this client"),
+        (["b", "c", "d", "e"], "the list of summed clients lacks this client"),
     ):
         node = Node(tmp_path / peers[0]).publish().share().open()
         with pytest.raises(ClientFault, match=words):
@@ -581,7 +581,7 @@ def test_replies_of_others_and_of_other_steps():
     with pytest.raises(PacketError, match="the client answers the step 'unmask'"):
         read_sum_reply(Packet(reply.text.replace('"shares"', '"unmask"'), reply.data), SHARES)
     keys = write_sum_reply(KEYS, (bytes(PUBLIC),))
-    with pytest.raises(PacketError, match="the message answers for client True"):
+    with pytest.raises(PacketError, match="the answer is from client True"):
         read_sum_reply(Packet(keys.text.replace('"client": 1', '"client": true'), keys.data), KEYS)
     with pytest.raises(PacketError, match="characters and"):
         read_sum_reply(Packet(reply.text, reply.data + bytes(1)), SHARES)
