@@ -62,8 +62,9 @@ class Compression(UpdateStep, ABC):
         exact = next((step for step in steps if step.reveals != "update"), None)
         if exact is not None:
             raise OptionError(
-                f"Expected no `{type(self).__name__}` with `{type(exact).__name__}`, which needs exact values:"
-                " compressed updates can exceed the clipping norm, and codes cannot be summed. Remove one of the steps."
+                f"Expected no `{type(self).__name__}` with `{type(exact).__name__}`, which needs uncompressed updates:"
+                " compression may increase an update's norm above the clipping norm, and encoded updates cannot be"
+                " added. Remove one of the two steps."
             )
 
     @abstractmethod
@@ -101,7 +102,7 @@ class Compression(UpdateStep, ABC):
         for name in self.names(sent):
             extra = update.extras.pop(_PREFIX + name, None)
             if extra is None:
-                raise BadUpdate(f"the client's compressed update of {name!r} has no scale or positions")
+                raise BadUpdate(f"the client's compressed update of {name!r} lacks the scale or positions for decoding")
             start = to_float64(sent[name])
             update.state[name] = cast_back(start + self.decode(update.state[name], extra, start), sent[name])
         return update

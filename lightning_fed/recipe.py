@@ -176,12 +176,12 @@ def federated_trainer(
     enable_progress_bar: bool | None = None,
     **options: Any,
 ) -> FederatedTrainer:
-    """Creates a :class:`~lightning_fed.FederatedTrainer` from a recipe, with types for the command line.
+    """Creates a :class:`~lightning_fed.FederatedTrainer`. The annotations tell ``LightningCLI`` how to parse a recipe.
 
     Args:
         max_rounds: Number of rounds: Lightning's ``max_epochs``.
-        federation: A callback to use instead of ``method`` and the arguments below: ``{class_path:
-            lightning_fed.Federation, init_args: {method: fedbn}}``.
+        federation: A :class:`~lightning_fed.Federation` instead of this class's arguments (``method``, ``personal``,
+            ``frozen``, ``steps`` and others): ``{class_path: lightning_fed.Federation, init_args: {method: fedbn}}``.
         personal: Entries that stay on each client: name patterns, or module types by class path.
         frozen: Entries that are never sent: name patterns, or module types by class path.
         steps: Update steps, in order of execution on the client.

@@ -70,14 +70,14 @@ def _draw(size: int, count: int, seed: int) -> tuple[int, ...]:
 
 
 class AttackStep(Attack, UpdateStep):
-    """Base class of update steps that attack updates. Place attacks after all other update steps (outermost)."""
+    """Base class of update steps that attack updates. In ``steps``, place attacks last, but before compression."""
 
     def callbacks(self) -> Sequence[Any]:
         return [AttackCheck(self)]
 
 
 class AttackCheck(FederatedCallback):
-    """Callback that checks the clients' names in all attacks on updates. Added once per Trainer."""
+    """Callback that raises an error if an attack on updates names an unknown client. Added once per Trainer."""
 
     supports_vectorize = True
     keeps_privacy = True

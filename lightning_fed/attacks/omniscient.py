@@ -41,7 +41,7 @@ class HonestSteps:
         self._squares: State = {}
 
     def add(self, client: Client, step: State) -> None:
-        """Adds an honest client's update, ``steps``: trained minus global model, as float64 tensors."""
+        """Adds an honest client's update to the sums. ``step``: trained minus global model, as float64 tensors."""
         part = HonestSteps()
         part.count, part.first, part._first_key = 1, step, client_key(client)
         part._sums = {name: value.clone() for name, value in step.items()}

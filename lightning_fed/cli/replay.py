@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs ``lightning-fed replay`` with the command-line arguments ``args``. Exit status 1 means a different model."""
+    """Runs ``lightning-fed replay`` with arguments ``args``. Exit status 1: the result is not the recorded model."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed replay",
         description="Repeat the aggregation of a round from the updates kept by the callback `KeepRounds`.",
@@ -37,7 +37,10 @@ def run(args: Sequence[str]) -> None:
     without = [update.client for update in updates if str(update.client) in options.without]
     missing = set(options.without) - {str(client) for client in without}
     if missing:
-        raise FileNotFoundError(f"Expected clients with an update in round {options.round}, but got {sorted(missing)}.")
+        raise FileNotFoundError(
+            f"Expected clients with a kept update in round {options.round} as `--without`, but no update is from "
+            f"{sorted(missing)}: check the names."
+        )
     recorded, repeated = replay_round(options.run, options.round - 1, federation, without)
     is_equal = digest(recorded) == digest(repeated)
     length = distance(repeated, recorded, list(recorded))

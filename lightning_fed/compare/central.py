@@ -127,7 +127,7 @@ def _length_of(loader: Any) -> int:
 
 
 class _PooledRounds(RevertingCallback):
-    """Callback for pooled training: an epoch has as many examples as a round, and frozen entries stay frozen."""
+    """Callback for pooled training. An epoch has as many examples as a federated round; frozen entries stay frozen."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation

@@ -37,8 +37,8 @@ class Plan:
 
     Args:
         recipe: The recipe's path.
-        methods: The methods.
-        seeds: The seeds.
+        methods: Compared methods.
+        seeds: Random seeds; each method trains once per seed.
         stragglers: Fractions of stragglers; by default the fraction in the recipe.
         out: Folder for the results.
         monitor: Name of the compared metric; by default the metric in the recipe's ``ModelCheckpoint``.
@@ -46,9 +46,9 @@ class Plan:
             the metric's name.
         test: Whether to evaluate the finished models on the test data.
         overrides: Further arguments for ``lightning-fed fit``, for all runs; ``{seed}`` is replaced by the run's seed.
-        minutes: Time limit for the comparison, by default none. A round only starts if the longest round so far would
-            end in time.
-        sites: Data with a score for every case (``"validation"`` or ``"test"``); if ``None``, no case has a score.
+        minutes: Time limit for the comparison, by default none. A round starts only if the time left is longer than
+            the longest round so far.
+        sites: ``"validation"`` or ``"test"``: data to score case by case, for a study; by default, no case is scored.
         patient: Key of patient names in a batch, see :class:`~lightning_fed.study.SiteScores`.
 
     Raises:
@@ -113,10 +113,11 @@ class Progress:
 def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[str, Any]]:
     """Trains the unfinished runs of a comparison (one method and seed each), one after another.
 
-    All runs with ``batch_norm="auto"`` treat BatchNorm in the same way. If a method cannot report statistics (secure
-    sums, central privacy, FedSS), each client has separate statistics. If all methods can, the first run decides. Every
-    run uses a folder in ``<out>/runs``. An interrupted run continues after the last complete round. ``progress`` writes
-    a line per run, by default to the standard output.
+    With ``batch_norm="auto"`` all runs treat BatchNorm in the same way. If a method cannot report BatchNorm statistics
+    (secure sums, central privacy, FedSS), each client has separate statistics in all runs. Otherwise the first run
+    chooses between pooled and separate statistics, for all runs. Every run uses a folder in ``<out>/runs``. An
+    interrupted run continues after the last complete round. ``progress`` writes a line per run, by default to the
+    standard output.
 
     Returns:
         The results of all finished runs: ``method``, ``seed``, ``stragglers``, ``monitor``, ``mode``, ``rounds`` (every
@@ -210,7 +211,7 @@ def _run(
 
 
 def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str], str]:
-    """Checks a plan. Returns the runs, the metric with mode (max or min), and a preset for ``batch_norm="auto"``."""
+    """Checks a plan. Returns the runs, the metric with mode, and ``"own"`` if clients need own BatchNorm statistics."""
     with quiet():
         cli = plan.build(plan.seeds[0])
         trainer: Any = cli.trainer
@@ -231,8 +232,8 @@ def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str], str]:
         _check_folder(plan, run)
     if decisive and _decision_of(plan.out / "runs" / run.name for run in runs) == "pooled":
         raise MisconfigurationException(
-            f"Expected {plan.out} to contain runs in which each client has its own BatchNorm statistics, as "
-            f"{decisive!r} requires, but finished runs have pooled statistics: choose another `--out`."
+            f"Expected runs in {plan.out} with separate BatchNorm statistics for each client, because the method "
+            f"{decisive!r} needs separate statistics, but finished runs have pooled statistics: choose another `--out`."
         )
     return runs, _metric(plan, trainer), "own" if decisive else ""
 

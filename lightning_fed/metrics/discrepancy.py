@@ -19,11 +19,11 @@ from lightning_fed.metrics.pooled_samples import PooledSamples
 
 
 class MaximumMeanDiscrepancy(PooledSamples):
-    r"""Maximum mean discrepancy between a model's features and reference features, as from centralised training.
+    r"""Maximum mean discrepancy between a model's features and reference features (from a centrally trained model).
 
-    See :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy`. The kernel and the bandwidth are
-    reconstructions. All features are stored until :meth:`compute`, in the metric's dtype (float32 by default, see
-    ``set_dtype``), and gathered over processes. :meth:`update` is faster than ``forward``.
+    See :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy` (the kernel and bandwidth are our choice).
+    All features are stored until :meth:`compute`, in the metric's dtype (float32 by default, see ``set_dtype``), and
+    gathered over processes. :meth:`update` is faster than ``forward``.
 
     Args:
         num_classes: Number of classes, to average discrepancies within each class; ``None`` to ignore classes.

@@ -13,8 +13,8 @@ from torchmetrics.utilities import dim_zero_cat
 class PooledSamples(Metric):
     """Base class for metrics with storage for all vectors and labels, gathered over processes, in the metric's dtype.
 
-    Each metric state is one-dimensional, and labels are floats: a process without data must have metric states with the
-    same number of axes and the same dtype.
+    Vectors are flattened and labels become floats, because gathering needs an equal dtype and number of axes in all
+    processes, with or without data.
     """
 
     is_differentiable = False

@@ -73,7 +73,7 @@ class SegmentationScores(Metric):
 
         Args:
             logits: Shape ``(N, C, H, W)``; in the modes ``"binary"`` and ``"multilabel"`` values above 0 are positive.
-            target: Class indices ``(N, H, W)``; in the other modes values 0 and 1, also with the shape of the logits.
+            target: With ``"multiclass"`` class indices ``(N, H, W)``, else 0 and 1, reshaped to the logits' shape.
         """
         options: dict[str, Any] = {"average": "none", "ignore_index": self.ignore_index, "validate_args": False}
         if self.mode == "multiclass":

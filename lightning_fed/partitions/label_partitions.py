@@ -325,7 +325,8 @@ class LabelsPerClient(LabelPartition):
         if (short := self.min_per_label * num_owners > class_sizes).any():
             raise PartitionError(
                 f"Expected every label to have `min_per_label` ({self.min_per_label}) samples for each client with "
-                f"the label, but one label has {class_sizes[short][0]} samples for {num_owners[short][0]} clients."
+                f"the label, but one label has only {class_sizes[short][0]} samples for {num_owners[short][0]} "
+                "clients: lower `min_per_label`, `labels_per_client` or `num_clients`."
             )
         if self.sigma > 0:
             return assign_by_class(rng, classes, self._skewed(rng, owned, class_sizes))

@@ -62,8 +62,8 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
 def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients:
     """Splits a user's ``DataLoader`` into one loader per client, with the same batch size, collation and workers.
 
-    ``shuffle=True`` shuffles within each client. For any other sampler,
-    :class:`~lightning_fed.partitions.sampler_stream.SamplerStream` divides the passes among the clients.
+    ``shuffle=True`` shuffles within each client. A custom sampler draws one order for all clients; each client
+    gets the client's examples in this order (:class:`~lightning_fed.partitions.sampler_stream.SamplerStream`).
     """
     _check_splittable(loader)
     if loader.batch_sampler is None:
@@ -114,8 +114,9 @@ def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClien
         )
     if partition.transform(clients[0][0], seed) is not None:
         raise OptionError(
-            f"Expected a partition that does not change samples, but {type(partition).__name__} does, which requires "
-            "a single loader with a batch size: give each client its own loaders in a FederatedDataModule."
+            "Expected a partition that does not change samples, because there are several loaders, or a loader without "
+            f"batch size, but {type(partition).__name__} changes samples: use a single loader with a batch size, or "
+            "give each client its own loaders in a FederatedDataModule."
         )
 
     return LoaderClients(LazyClients(clients[0], partial(_part_of_loaders, combined, parts)))

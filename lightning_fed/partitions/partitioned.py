@@ -132,9 +132,9 @@ class PartitionedData(FederatedDataModule):
         population = split_loader(self.source.train_dataloader(), self.partition, seed)
         if isinstance(population, SampledClients):
             raise OptionError(
-                "Expected a training loader that passes over all examples, because some examples are held out, but "
-                f"got sampler={type(population.draws.sampler).__name__}: pass the datamodule itself, with "
-                "`partition=` on the Trainer."
+                "Expected a training loader that reads every example once per epoch, because PartitionedData holds out "
+                f"examples for validation, but got sampler={type(population.draws.sampler).__name__}: pass the "
+                "datamodule itself to `fit`, with `partition=` on the Trainer (which holds out no examples)."
             )
         source = population.source
         train, val, test = dict[Client, Any](), dict[Client, Any](), dict[Client, Any]()

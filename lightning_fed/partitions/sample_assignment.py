@@ -122,8 +122,8 @@ def draw_until_large(
     least = "a sample" if min_size is None else f"at least {min_size} samples (`min_size`)"
     lower = "`num_clients`" if min_size is None else "`min_size` or `num_clients`"
     raise PartitionError(
-        f"Expected every client to get {least}, but {MAX_TRIES} draws did not give each of {num_clients} clients "
-        f"enough of the {num_samples} samples with {skew}: lower {lower}, or {remedy}."
+        f"Expected every client to get {least}, but in each of {MAX_TRIES} random partitions, at least one of the "
+        f"{num_clients} clients got fewer of the {num_samples} samples ({skew}): lower {lower}, or {remedy}."
     )
 
 

@@ -56,8 +56,9 @@ class SamplerStream:
         first, _, again = ((*self._draw(0, number, number), self._state()) for number in (0, 1, 0))
         if not all(map(np.array_equal, first[:2], again[:2])) or first[2] != again[2]:
             raise OptionError(
-                f"Expected {name} to draw the same indices for the same seed, but its passes depend on a state that "
-                "clients share: shuffle with the global generators, with an attribute `generator` (a "
+                f"Expected {name} to draw the same indices for the same seed, but the indices also depend on the "
+                "sampler's own state (such as a counter), which clients would share: shuffle only with the global "
+                "generators of PyTorch, NumPy or Python (seeded before each pass), with an attribute `generator` (a "
                 f"`torch.Generator`), or with `set_epoch(epoch)`. {LOADERS_REMEDY}"
             )
 

@@ -52,16 +52,17 @@ def audit_mean(
 ) -> Audit:
     """Measures a lower bound of epsilon for :class:`~lightning_fed.privacy.CentralDP` with canary clients.
 
-    Each canary is included with probability 1/2, and sends an update with the clipping norm in a separate direction
-    whenever sampled. Afterwards the audit guesses that the canaries with the largest component in the model were
-    included, and that the canaries with the smallest component were excluded. Sampling, update checks, sums and noise
-    are the same as in a fit, but no client trains. The maximum lower bound is about ``log(num_guesses)``.
+    Each canary is included in the fit with probability 1/2. The model has one coordinate per canary. Whenever an
+    included canary is sampled, the update changes this coordinate by the clipping norm. Afterwards the audit guesses:
+    canaries with the largest coordinates were included, and canaries with the smallest coordinates were excluded.
+    Sampling, update checks, sums and noise equal those in a fit, but no client trains. The maximum lower bound is about
+    the logarithm of the guess count.
 
     Args:
         budget: Privacy budget, with at least ``num_canaries`` clients.
         rounds: Number of rounds.
         num_canaries: Number of canary clients.
-        share: Fraction of canaries with a guess; half of the guesses are "included", half "excluded".
+        share: Fraction of canaries to guess, half as "included", half as "excluded".
         seed: Seed for choosing the included canaries.
         confidence: Confidence level of the lower bound.
         key_for_tests: Known noise key, only for tests; ``None`` draws a secret key.
@@ -80,7 +81,10 @@ def audit_mean(
         )
     half = int(share * num_canaries / 2)
     if not 1 <= half <= num_canaries // 2:
-        raise ValueError(f"Expected `share` to give 2 to {num_canaries} guesses, but got {share}.")
+        raise ValueError(
+            f"Expected `share` to be at most 1, and large enough for two guesses among {num_canaries} canaries, but "
+            f"got {share}."
+        )
     is_there = np.random.default_rng([seed]).random(num_canaries) < 0.5
     dp = CentralDP(1.0, budget.delta, budget.noise_multiplier, sampling=budget.sampling, accountant=budget.accountant)
     key = dp.draw_key() if key_for_tests is None else key_for_tests

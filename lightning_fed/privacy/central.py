@@ -58,9 +58,9 @@ class CentralDP(UpdateStep):
     .. math:: w_{t+1} = w_t + \frac{1}{q N} \left( \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right) +
         \mathcal{N}(0, z_\Delta^2 C^2 I) \right)
 
-    The denominator is the expected cohort size, and all clients have equal weight. The norm is computed over all shared
-    floating-point entries. The server excludes updates whose norm exceeds C by more than rounding errors. Integer
-    entries do not change.
+    The denominator is the expected cohort size, and all clients have equal weight. Without ``adaptive``,
+    :math:`z_\Delta = z`. The norm is computed over all shared floating-point entries. The server excludes updates whose
+    norm exceeds C by more than rounding errors. Integer entries do not change.
 
     With ``adaptive`` the clipping norm tracks a quantile :math:`\gamma` of the update norms:
 
@@ -69,7 +69,7 @@ class CentralDP(UpdateStep):
         \mathcal{N}(0, \sigma_b^2) \right), \qquad
         z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}
 
-    The attribute ``count_noise`` is :math:`\sigma_b`, as a fraction of the expected cohort size.
+    :math:`\sigma_b` is the attribute ``count_noise`` times the expected cohort size.
 
     The noise is a function of (key, round, entry). A round repeated after a crash has the same noise, because different
     noise would be a second release. The bound holds for observers of all global models. The server is trusted. Useful
@@ -77,7 +77,7 @@ class CentralDP(UpdateStep):
     :math:`\delta = 0.01`.
 
     The rule must be ``fedavg``. Methods whose clients only send the model (``fedprox``, ``fedper``, ``fedrep``,
-    ``fedbn``) and inner steps such as server optimizers are supported.
+    ``fedbn``) are supported, and so are update steps before this step in the list ``steps``, such as server optimizers.
 
     Args:
         clip: Clipping norm C over all shared parameters; with ``adaptive`` the initial norm.
@@ -183,13 +183,13 @@ class CentralDP(UpdateStep):
 
     @property
     def sensitivity(self) -> float:
-        """Largest change of a sum of updates with norms up to 1: by replacing a client ("fixed") 2, by adding one 1."""
+        """Largest change of a sum of updates (norms up to 1): 1 if a client is added (Poisson), 2 if replaced."""
         assert self.budget is not None
         return 1.0 if self.budget.sampling == "poisson" else 2.0
 
     @property
     def step_noise(self) -> float:
-        r"""Noise multiplier for the sum of updates; with ``adaptive`` larger than the option for equal epsilon."""
+        r"""Noise multiplier for the sum of updates; with ``adaptive`` larger, because a noised count uses epsilon."""
         assert self.budget is not None
         z = self.budget.noise_multiplier
         if not self.adaptive:
@@ -198,8 +198,9 @@ class CentralDP(UpdateStep):
         twice = 2 * self.count_noise * self.budget.cohort / self.sensitivity
         if z >= twice:
             raise OptionError(
-                f"Expected a noise multiplier below {twice:g} with adaptive=True, because the count of clipped updates "
-                f"spends a part of epsilon, but got {z:g}: use more clients per round."
+                f"Expected a noise multiplier below {twice:g} with adaptive=True, but got {z:g}: publishing the number "
+                "of clipped updates would use the whole privacy budget. With more clients per round this number uses "
+                "less of the budget."
             )
         return float((z**-2 - twice**-2) ** -0.5)
 
@@ -260,8 +261,8 @@ class CentralDP(UpdateStep):
     def release(self, total: State, short_count: float) -> State:
         """Computes the new model's entries from ``total``, the float64 sum of the clipped updates, by adding noise.
 
-        Without clients the result is the old model with noise. ``short_count`` is a sum of 1/2 for each unclipped
-        update, and -1/2 for each clipped update.
+        Without clients the result is the old model with noise. With ``adaptive`` this method also adapts the clipping
+        norm to ``short_count``, the sum of 1/2 for each unclipped update and -1/2 for each clipped update.
         """
         if self.budget is None or self.key is None:
             raise RuntimeError(
@@ -302,7 +303,7 @@ class CentralDP(UpdateStep):
         self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
 
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
-        """Float64 noise from key, round and ``name``: a parameter, or ``""`` for the number of clipped updates."""
+        """Draws float64 noise from key, round and ``name``: a parameter, or ``""`` for the clipped updates' count."""
         assert self.key is not None
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
         stream = NormalStream([self.key, self.info.round, entry], shape.numel(), torch.float64)
@@ -335,12 +336,12 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped update to the sum; a mean over n clients counts n times. Clips again if rounding adds norm."""
+        """Adds a clipped update (a mean over n clients n times). Clips again if rounding raised the norm."""
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(
-                f"the client sends the extras {sorted(update.extras)} instead of {sorted(expected)}, but extras "
-                "have no noise"
+                f"the client sends the additional tensors {sorted(update.extras)} instead of {sorted(expected)}, but "
+                "these would be sent without noise"
             )
         length = step.measure(update.state, sent)
         if not length <= self.longest:
@@ -353,7 +354,7 @@ class PrivateSum(Held):
 
     @property
     def total(self) -> State:
-        """Returns the sum over the clipped updates by entry name; empty without updates."""
+
         return {} if self.vector is None else self._step.by_entry(self.vector)
 
     def merge(self, other: PrivateSum) -> None:
@@ -449,7 +450,7 @@ def _names(trainer: L.Trainer) -> tuple[int, int, int]:
 
 
 def refuse_other_messages(trainer: L.Trainer) -> None:
-    """Refuses callbacks that may send other values to the server than the update, because such values have no noise."""
+    """Refuses callbacks that can send anything besides the update, because only the update is protected."""
     for callback in federated_callbacks(trainer):
         for hook in ("on_client_request", "on_client_end"):
             is_harmless = getattr(callback, "keeps_privacy", False) or getattr(callback, "leaves_update", False)
@@ -471,7 +472,8 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
     if any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):
         raise MisconfigurationException(
             "Expected learning-rate schedulers per epoch (round) and automatic optimization with differential "
-            "privacy, but got a scheduler per step: the clients' step counts have no noise."
+            "privacy, but got a scheduler per step or manual optimization: the learning rate would depend on the "
+            "clients' step counts, which have no noise."
         )
     if loss_scaler(trainer) is not None:
         raise MisconfigurationException(
@@ -486,8 +488,9 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
     is_local = option.unseen != "pooled" if isinstance(option, LocalStatistics) else option in _LOCAL_TREATMENTS
     if statistics and not is_local:
         raise MisconfigurationException(
-            f"BatchNorm statistics ({statistics[0]}, ...) would leave the clients {how}: use batch_norm='personal',"
-            " 'frozen' or LocalStatistics(), or GroupNorm (`lightning_fed.modules.to_group_norm`)."
+            f"The clients' BatchNorm statistics ({statistics[0]}, ...) would be sent {how}: to send no statistics, set"
+            " batch_norm='personal', 'frozen' or LocalStatistics(). Or replace BatchNorm by GroupNorm"
+            " (`lightning_fed.modules.to_group_norm`)."
         )
 
 
@@ -502,7 +505,7 @@ def clip_factor(length: float, clip: float) -> float:
 
 
 def rounding_of(state: State, length: float) -> float:
-    """Upper bound for the norm of all rounding errors in ``state`` plus an update with the norm ``length``."""
+    """Upper bound for the norm of the rounding error when an update with norm ``length`` is added to ``state``."""
     return sum(
         float(torch.finfo(value.dtype).eps * (to_float64(value).square().sum().sqrt() + length))
         for value in state.values()

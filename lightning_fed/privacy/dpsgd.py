@@ -75,7 +75,7 @@ class _Account:
         return _Account(self.num_samples, self.batch_size, steps, steps)
 
     def after(self, other: _Account) -> _Account:
-        """Adds a later round's steps to this account. All steps count with the larger sampling probability."""
+        """Adds a later round's account, ``other``. All steps count with the larger of both sampling probabilities."""
         return _Account(
             min(self.num_samples, other.num_samples),
             max(self.batch_size, other.batch_size),
@@ -230,7 +230,9 @@ class DPSGD(RevertingCallback, FederatedCallback):
             check_federation(trainer, federation, self)
             federation.find_population().sampling = PoissonSampling(self._key)
             if self.planned_epsilon is not None and not federation.has_server:
-                raise MisconfigurationException(f"`DPSGD` cannot compute the noise here: {self.needs_local_clients}.")
+                raise MisconfigurationException(
+                    f"`DPSGD` does not support `epsilon` with clients on other machines: {self.needs_local_clients}."
+                )
             self._plan_noise(trainer.max_epochs, lambda: map(_visit_of(federation), federation.population.clients))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -394,7 +396,8 @@ class DPSGD(RevertingCallback, FederatedCallback):
             self.noise_multiplier = saved
         if saved != self.noise_multiplier and state_dict["accounts"]:
             raise OptionError(
-                f"Expected the `noise_multiplier` of earlier steps, {saved}, but got {self.noise_multiplier}."
+                f"Expected noise_multiplier={saved}, as before the checkpoint, but got {self.noise_multiplier}: resume "
+                "with the same value."
             )
         self._key = int(state_dict["key"], 16) if state_dict["key"] else None
         self._accounts = {client: _Account(*counts) for client, counts in state_dict["accounts"].items()}
@@ -573,7 +576,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
 class _Visit:
     """Counts the noised steps in a client's training in one round; in a fit without federation, in the whole fit.
 
-    ``planned`` is the client's privacy account (the counted steps) if all planned steps run.
+    ``planned`` is the client's privacy account for this training, as it would be after all planned steps.
     """
 
     def __init__(self, client: Client | None, round: int, planned: _Account) -> None:

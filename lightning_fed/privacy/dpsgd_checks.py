@@ -70,7 +70,7 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
 
 
 def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedCallback) -> None:
-    """Refuses simultaneous training of clients, and callbacks (except ``own``) with possible messages without noise."""
+    """Refuses simultaneous training of clients, and callbacks except ``own`` (`DPSGD`) without noise in messages."""
     if federation.options.visits_at_once is not None:
         raise MisconfigurationException(
             f"`DPSGD` needs clients to train one after another, but got visits={federation.options.visits}."
@@ -86,8 +86,8 @@ def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedC
         for hook in _CLIENT_HOOKS:
             if is_overridden(hook, callback, FederatedCallback):
                 raise MisconfigurationException(
-                    f"`{type(callback).__name__}.{hook}` may use a client's examples without noise, in values that it "
-                    "sends or writes into the model: `DPSGD` supports 'fedavg', 'fedprox', 'scaffold', 'fednova', "
-                    "'feddyn', 'fedper', server optimizers and robust rules. If the callback uses only models, set "
-                    "its `keeps_privacy`."
+                    f"`{type(callback).__name__}.{hook}` may send values computed from a client's examples, or write "
+                    "such values into the model, without noise: use a method supported by `DPSGD` ('fedavg', "
+                    "'fedprox', 'scaffold', 'fednova', 'feddyn', 'fedper', server optimizers and robust rules). If "
+                    "your callback reads models but no examples, set the class attribute `keeps_privacy = True`."
                 )

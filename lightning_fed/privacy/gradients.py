@@ -51,11 +51,12 @@ class Gradients(NamedTuple):
 class ExampleGradients:
     """Per-example gradient norms and weighted sums from one backward pass through the mean loss.
 
-    Hooks record each layer's inputs and output gradients; for linear layers, convolutions and embeddings the backward
-    pass computes no parameter gradients, and norms need no per-example gradients if a product of inputs and output
-    gradients is cheaper. Other layers use Opacus' rules, with ``torch.func`` as fallback. Module and layers are not
-    changed. In-place operations are allowed, unlike with Opacus' hooks. ``values`` maps parameters to
-    :class:`Gradients`, divided by the number of examples.
+    Hooks record each layer's inputs and output gradients. For linear layers, convolutions and embeddings the backward
+    pass computes no parameter gradients. The norms for these layers are computed directly from products of inputs and
+    output gradients, if this is cheaper than computing per-example gradients. Other layers use Opacus' rules, or
+    ``torch.func`` for layers without a rule. Module and layers are not changed. In-place operations are allowed, unlike
+    with Opacus' hooks. ``values`` maps parameters to :class:`Gradients` of the mean loss, so each example's gradient is
+    divided by the number of examples.
 
     References:
         Li et al., ICLR 2022, section 4 (https://arxiv.org/abs/2110.05679); Bu et al., ICML 2023, Algorithm 1
@@ -76,7 +77,7 @@ class ExampleGradients:
         self._handles += [layer.register_forward_hook(self._watch, always_call=True) for layer in self._layers]
 
     def clear(self) -> None:
-        """Discards all recorded values."""
+
         self.values = {}
         self._calls.clear()
 
@@ -155,8 +156,9 @@ class ExampleGradients:
             if earlier is not None:
                 if len(earlier.norms) != len(gradients.norms):
                     raise MisconfigurationException(
-                        f"The layer {self._names[layer]!r} receives {len(earlier.norms)} and {len(gradients.norms)} "
-                        "rows for one batch, so per-example gradients are unknown."
+                        f"The layer {self._names[layer]!r} is called with {len(earlier.norms)} and with "
+                        f"{len(gradients.norms)} rows in one batch, so per-example gradients are unknown: call the "
+                        "layer with one row per example."
                     )
                 gradients = of_samples(cast(Tensor, earlier.samples) + cast(Tensor, gradients.samples))
             self.values[parameter] = gradients
@@ -265,19 +267,20 @@ def clipped_sum(
 
 
 def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gradients: ExampleGradients) -> None:
-    """Compares the per-example gradients in a batch with gradients from batches with one example.
+    """Raises an error if per-example gradients in a batch differ from the gradients of batches with one example.
 
-    Up to eight examples of the batch are used. Gradients differ if the loss is not a mean over examples (Dice over a
-    batch, contrastive losses, ignored pixels), or if a layer is used in an unsupported way. Dropout is disabled. If
-    ``training_step`` draws random numbers other than dropout, no comparison is possible. After a failed comparison the
-    check repeats twice with weights that change randomly by 10 %, because rounding can flip a unit near 0, and raises
-    an error if one of these comparisons fails. Finally the module is restored.
+    The batch consists of up to eight examples; the first two are compared. Gradients differ if the loss is not a mean
+    over examples (Dice over a batch, contrastive losses, ignored pixels), or if a layer is used in an unsupported way.
+    Dropout is disabled. With other random numbers in ``training_step`` no comparison is possible. Rounding can turn a
+    ReLU on or off, so after a failed comparison all weights change randomly by about 10 %, and the comparison is
+    repeated, at most twice. If a repetition also fails, an error is raised. Finally the module is restored.
     """
     count = min(batch_length(batch), _TRIED)
     if count < 2:
         raise MisconfigurationException(
-            "`DPSGD` needs batches with one row per example in the first tensor, but got a single row for several "
-            "examples, so the loss cannot be checked."
+            "`DPSGD` needs batches with one row per example in the first tensor, but the first tensor has a single row "
+            "for several examples, so the check for a mean loss over examples is impossible: put a tensor with one row "
+            "per example first."
         )
     step: Any = module.training_step
     while isinstance(step, OverriddenMethod):

@@ -79,13 +79,13 @@ class Ring:
         }
 
     def longest(self, size: int) -> float:
-        """Largest norm of an unrounded update with ``size`` numbers. The rounded update has norm at most ``clip``."""
+        """Norm for clipping an update with ``size`` numbers, so that the norm after rounding is at most ``clip``."""
         length = self.clip - math.sqrt(size) / self.scale
         if length < self.clip / 2:
             raise OptionError(
-                f"Expected a rounding error below half of `clip` in a secure sum, but {size:,} numbers from each of "
-                f"{self.clients:,} clients with weights up to {self.max_weight:,} may exceed this: use a smaller model,"
-                " fewer clients per round, or smaller weights (`MaxSamples`)."
+                f"Expected a rounding error below half of `clip` in a secure sum, but with {size:,} numbers per update,"
+                f" {self.clients:,} clients and weights up to {self.max_weight:,} the error can be larger: use a"
+                " smaller model, fewer clients per round, or smaller weights (`MaxSamples`)."
             )
         return length
 

@@ -140,8 +140,8 @@ class SecureSum(UpdateStep):
         scale = float(sent.extras[SCALE])
         if ring.scale != scale:
             raise ClientFault(
-                f"the client's secure sum has {ring.scale:.6g} units per 1.0, but the server has {scale:.6g}: "
-                "both need the same `clip` and the same steps"
+                f"the client's secure sum encodes 1.0 as the integer {ring.scale:.6g}, but the server's as {scale:.6g}:"
+                " both federations need the same `clip` and the same update steps"
             )
         names = self._names(sent.state)
         steps = {name: to_float64(update.state[name]) - to_float64(sent.state[name]) for name in names}
@@ -166,15 +166,18 @@ class SecureSum(UpdateStep):
         return RingSum(self)
 
     def vector(self, update: ClientUpdate) -> State:
-        """Returns the tensors in an update for the secure sum, with the weight. Other tensors raise ``BadUpdate``."""
+        """Returns an update's tensors for the sum: encoded entries and, without `CentralDP`, the client's weight."""
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
             if update.extras:
-                raise BadUpdate(f"the client sends the extras {sorted(update.extras)}, but no extras are allowed")
+                raise BadUpdate(f"the client sends additional tensors, but none are allowed: {sorted(update.extras)}")
             return numbers
         weight = update.extras.get(WEIGHT)
         if weight is None or len(update.extras) > 1 or weight.shape != torch.Size([]) or weight.dtype != torch.int32:
-            raise BadUpdate(f"the client sends the extras {sorted(update.extras)}, but only the weight is allowed")
+            raise BadUpdate(
+                f"the client sends the additional tensors {sorted(update.extras)}, instead of only one int32 number, "
+                "the client's weight in the average"
+            )
         return {**numbers, WEIGHT: weight}
 
     @torch.no_grad()
@@ -208,7 +211,7 @@ class RingSum(Held):
 
     @property
     def least(self) -> int:
-        """Minimum number of clients in a secure sum. With fewer clients the round fails."""
+
         return int(self._step.least)
 
     def add(self, update: ClientUpdate, sent: State) -> None:
@@ -235,7 +238,7 @@ class RingSum(Held):
             self.total[name] = in_ring(total.long() - part.reshape(total.shape).to(total.device).long())
 
     def discard(self, reason: str) -> None:
-        """Rejects the round's secure sum for ``reason``, unless another reason is stored already."""
+
         self._fault = self._fault or reason
 
     def release(self) -> Sequence[Arrived]:
@@ -257,9 +260,9 @@ class RingSum(Held):
 
 
 class RingSettings(FederatedCallback):
-    """Callback that chooses the fixed-point scale for the integers of a secure sum before the fit.
+    """Callback that prepares a secure sum before the fit: chooses the scale from update values to integers.
 
-    Refuses callbacks that send values of single clients to the server.
+    Also refuses callbacks and BatchNorm options with which clients would send values outside the secure sum.
     """
 
     supports_vectorize = True

@@ -35,15 +35,17 @@ Answer: TypeAlias = dict[str, dict[str, list[float]]]
 
 
 def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support: int = 10) -> tuple[Kind, Answer]:
-    """Returns the kind of score, and sums over a site's cases (examples) for each pair of models and each seed.
+    """Computes a site's answer: sums over the site's cases (examples) for each pair of models and each seed.
 
-    Scores of single cases are summed by :func:`paired_sums`, areas under the ROC curve (kind ``"areas"``) by
-    :func:`area_sums`. The key ``"all"`` contains the sums for the mean scores over all seeds.
+    Returns the kind of sums, and the sums by pair and seed (key ``"all"``: sums for the mean over seeds). The kind
+    depends on the metric: ``"scores"`` for one score per case (the sums are :func:`paired_sums`), ``"areas"`` for areas
+    under the ROC curve (:func:`area_sums`), and ``"replicates"`` for other metrics with bootstrap samples (number of
+    cases, then the numbers in :func:`difference_of_replicates`).
 
     Args:
-        runs: Scores by model and seed, in the form of :attr:`SiteScores.scores`. All runs must have equal cases.
-        min_support: Smallest number of cases (or patients) for an answer. For an area under the ROC curve, each class
-            needs half of this number. With fewer cases the sums are an empty dictionary.
+        runs: The site's scores by model and seed, in the form of :attr:`SiteScores.scores`. All runs need equal cases.
+        min_support: Smallest number of cases (or patients): with fewer cases the sums are an empty dictionary. For an
+            area under the ROC curve, each class needs half of this number.
 
     Example:
         >>> site = {"cases": ["a", "b"], "patients": None}

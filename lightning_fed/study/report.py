@@ -30,11 +30,12 @@ _VERDICTS = ("hurts", UNKNOWN, "helps", TOO_FEW)  # in the order of the table
 
 @dataclass(frozen=True)
 class Study:
-    """Results of a study: the plan, and each site's sums over the test cases (``answers``).
+    """Results of a study: the compared models, and each site's sums over the test cases.
 
-    The compared models are the primary method, other federated methods, ``central`` if trained, and ``local``. With a
-    secure sum ``answers`` is empty, and ``totals`` maps each method to a list: number of sites, four sums
-    (:func:`effect_sums`), and both models' mean scores over the sites.
+    ``models`` lists the primary method, other federated methods, ``"central"`` if trained, and ``"local"``. ``answers``
+    contains each site's sums (:func:`answer_site`). With a secure sum ``answers`` is empty, and ``totals`` maps each
+    method to seven numbers: the number of sites, the four :func:`effect_sums` added over the sites, and the mean scores
+    over the sites for the method and for ``"local"``.
     """
 
     metric: str
@@ -104,8 +105,9 @@ def keep_primary(path: Path, method: str) -> None:
     known = json.loads(path.read_text()) if path.exists() else method
     if known != method:
         raise MisconfigurationException(
-            f"Expected {known!r} as the first federated method, the primary comparison of this study, but got"
-            f" {method!r}: choose another `--out`."
+            f"Expected {known!r} as the first federated method, because an earlier command chose this method for the"
+            f" primary comparison of the study in this folder, but got {method!r}: put the earlier method first, or"
+            " choose another `--out` for a new study."
         )
     write_text_atomically(path, json.dumps(method))
 

@@ -63,9 +63,9 @@ _ALL_STATES = StateRules(lists=("*",))
 
 
 class SiteScores(AskableCallback):
-    """Evaluates every site's model (without a federation, the module) on every single example.
+    """Scores every single example of each site (client) in ``trainer.test`` or ``trainer.validate``.
 
-    The evaluation runs in ``trainer.test`` or ``trainer.validate``, and sends no score.
+    Each site's model (without a federation, the module) is evaluated on the site's data. The scores are not sent.
 
     Args:
         metric: Name of a logged value: ``"val_acc"``, or ``"test_acc"`` for test data.
@@ -73,9 +73,9 @@ class SiteScores(AskableCallback):
         patient: Key of the patient names in a dictionary batch; ``None`` if all cases are independent.
 
     Attributes:
-        scores: Maps each site to the fingerprints of the cases (``cases``), the ``patients``, and the numbers:
-            ``scores`` of single cases for a mean over cases, ``positives`` and ``negatives`` for an area under the ROC
-            curve, ``value`` and bootstrap ``replicates`` for other metrics.
+        scores: Maps each site to a dictionary: ``cases`` (fingerprints of the examples), ``patients``, and further
+            keys. For a mean over cases, the key is ``scores`` (by case); for an area under the ROC curve, ``positives``
+            and ``negatives`` (predictions by class); for other metrics, ``value`` and bootstrap ``replicates``.
 
     Raises:
         MisconfigurationException: If the fit uses several processes, if a secure sum or central privacy hides the
@@ -225,8 +225,8 @@ def score_site(
             return areas | _identity(kept, patient)
     if key is None and not known:
         raise MisconfigurationException(
-            f"Expected {metric!r} to have a value for single cases, or to be the value of one `torchmetrics` object:"
-            " log the object, or choose another metric."
+            f"Expected the metric {metric!r} to have a value for a batch with one case, or to be computed by one"
+            " `torchmetrics` object, but found neither: log the `torchmetrics` object itself, or choose another metric."
         )
     answer = _identity(kept, patient)
     if known and (key is None or is_mean):

@@ -43,19 +43,19 @@ _NAME = re.compile(r"[\w.:=+\-]{1,100}")
 
 
 class SiteStudy(AskableCallback):
-    """Study for a federation with sites on other machines, one fit per model and seed.
+    """Compares models at sites on other machines. Each model is trained in a separate fit per seed.
 
-    Server and sites need this callback. After a fit, every site scores the fit's model on single cases, and stores the
-    scores in ``folder/sites``. The answer to the server contains only sums over cases, for each pair of models and each
-    seed. If the study has fits of ``"local"`` and of another model, the server writes the files of :func:`write_study`.
-    The primary comparison is ``"local"`` with the first other model. Every site also writes a table for the site's own
-    use, ``sites/<client>.md``. A gain is a model's score minus the score of ``"local"``.
+    Add this callback to the server and to every site. After each fit, every site scores the fit's model on each case
+    (example), and stores the scores in ``folder/sites``. The site sends only sums over cases, for each pair of models
+    and each seed. For ``"local"``, train with ``personal=["*"]``: each site trains and keeps a separate model.
 
-    With a secure sum the server learns only sums over sites, and writes the mean gain over sites; with central privacy
-    the sites send no sums. A secure sum needs at least five sites: with fewer sites, the server could compute each
-    site's gain from several different sums.
+    After fits of ``"local"`` and another model, the server writes the files of :func:`write_study`, with each site's
+    gain: a model's score minus the score of ``"local"``. The primary comparison is between ``"local"`` and the first
+    other model. Every site also writes a table with the site's own gain, ``sites/<client>.md``.
 
-    For ``"local"``, train with ``personal=["*"]``: each site trains and keeps a separate model.
+    With a secure sum the server learns only sums over sites, and writes only the mean gain over sites. At least five
+    sites are necessary: from the sums over fewer sites, the server could compute each site's gain. With central privacy
+    the sites send no sums, so only the sites have tables.
 
     Args:
         model: Name of the model that this fit trains: ``"local"``, or a name such as ``"fedavg"``. Server and sites
@@ -64,7 +64,7 @@ class SiteStudy(AskableCallback):
         folder: Folder for the study's files, the same folder in all fits.
         stage: ``"test"`` or ``"validation"``.
         patient: Key for patient names in a dictionary batch; ``None`` if all cases are independent.
-        min_support: Smallest number of cases for an answer, set at the site; see :func:`answer_site`.
+        min_support: Smallest number of cases, set at the site; see :func:`answer_site`. A smaller site sends no sums.
 
     Raises:
         MisconfigurationException: In ``fit``, with several processes or ``EarlyStopping`` on the server, with fewer
@@ -105,9 +105,10 @@ class SiteStudy(AskableCallback):
         sites = len(federation.population.clients)
         if federation.server.chain.reveals == "sum" and sites < FEWEST:
             raise MisconfigurationException(
-                f"Expected at least {FEWEST} sites in a study with a secure sum, because the server could compute each"
-                f" site's gain from the sums, but got {sites}: remove the secure sum if the server may know the gains,"
-                " or use `CentralDP` for tables at the sites only."
+                f"Expected at least {FEWEST} sites in a study with a secure sum, because with fewer sites the server"
+                " could compute each site's gain (difference from the local model's score) from the sums, but got"
+                f" {sites}: remove the secure sum if the server may know the gains, or use `CentralDP`, so that the"
+                " sites send no sums and only write tables for themselves."
             )
         schedule = federation.schedule
         plan = {"metric": self.metric, "stage": self.stage, "rounds": trainer.max_epochs}
@@ -115,8 +116,8 @@ class SiteStudy(AskableCallback):
         content = {"plan": plan, "models": {}} | _read(self._runs)
         if different := [name for name, value in plan.items() if value != content["plan"][name]]:
             raise MisconfigurationException(
-                f"Expected equal {', '.join(different)} in all fits of a study, but got {plan} after"
-                f" {content['plan']}: choose another `folder` for another study."
+                f"Expected equal {', '.join(different)} in all fits of a study, but this fit has {plan}, and an earlier"
+                f" fit in the same `folder` had {content['plan']}: choose another `folder` for another study."
             )
         content["models"].setdefault(self.model, {})
         write_text_atomically(self._runs, json.dumps(content))
@@ -208,7 +209,8 @@ class SiteStudy(AskableCallback):
         content = {"settings": settings, "runs": {}} | _read(path)
         if content["settings"] != settings:
             raise ClientFault(
-                "the client's scores from earlier fits have another metric, stage, patient key or secure sum"
+                "the client's earlier fits in this `folder` had another metric, stage, patient key or privacy step"
+                " (secure sum, central privacy): use equal settings, or another `folder` for another study"
             )
         runs = content["runs"]
         if "sum" in question:
@@ -252,7 +254,10 @@ class SiteStudy(AskableCallback):
         for method, tau_squared in zip(methods, question["tau_squared"], strict=True):
             gain, _, values = estimate(kind, answer[f"{method}|{baseline}"]["all"])
             if not gain.variance > 0:
-                raise ClientFault(f"the gain of {method!r} has no variance")
+                raise ClientFault(
+                    f"the difference between the scores of {method!r} and the local model has a variance of 0 (for"
+                    " example, because the difference is equal in all cases) or an unknown variance"
+                )
             terms += [*effect_sums(gain.value, gain.variance, tau_squared).tolist(), *values]
         return ClientUpdate(client, 1, {}, {_SUM: encode(terms)})
 
@@ -261,7 +266,7 @@ class SiteStudy(AskableCallback):
         if question.get("metric") != self.metric:
             raise ClientFault(f"the client's program has the metric {self.metric!r} instead of the server's metric")
         if not isinstance(models, list) or not isinstance(seeds, list):
-            raise ClientFault("the request is not a question of a study")
+            raise ClientFault("the server's request lacks the lists `models` and `seeds` of a study")
         if not all(isinstance(name, str) and _NAME.fullmatch(name) for name in (model, *models)):
             raise ClientFault("the request has an invalid model name")
         if not all(type(number) is int for number in (seed, *seeds)):
@@ -282,12 +287,13 @@ def _check_sum(content: dict[str, Any], question: Mapping[str, Any]) -> None:
         raise ClientFault("the request lists models or seeds in the wrong order, or more than once")
     name, tau_squared = _name_sum(question), dict(zip(models, question["tau_squared"], strict=False))
     if question["sum"] != name:
-        raise ClientFault("the request gives a wrong name for the sum")
+        raise ClientFault("the server's request has a wrong name for the sum: expected the study's metric and seeds")
     if any(tau_squared.values()):
         used = content.setdefault("tau_squared", {}).setdefault(name, {})
         if used | tau_squared != tau_squared | used or not all(value >= 0 for value in tau_squared.values()):
             raise ClientFault(
-                "an earlier request for this sum had a different variance between sites: run new fits with another seed"
+                "sums for several variances could reveal a site's gain, but the server now asks for the sum over sites"
+                " with a different variance between sites: run new fits with another seed"
             )
         used |= tau_squared
 
@@ -312,10 +318,16 @@ def _read_sums(update: ClientUpdate, models: Sequence[str], seeds: Sequence[int]
     length = _LENGTHS.get("".join(kind), 0)
     names = {f"study/{''.join(kind)}/{pair}/{part}": (pair, part) for pair in answer for part in parts}
     if update.extras.keys() != names.keys():
-        raise BadUpdate(f"the answer's names are not the pairs of {list(models)} with the parts {parts}")
+        raise BadUpdate(
+            "the site's answer has other names than expected: `study/<kind>/<model>|<model>/<part>` for each pair of"
+            f" the models {list(models)} and each part in {parts} (mean over the seeds, then each seed)"
+        )
     for name, (pair, part) in names.items():
         value = update.extras[name]
         if value.shape != (length,) or value.dtype != torch.float64 or not 1 <= float(value[0]) < 2**53:
-            raise BadUpdate(f"{name!r} is not a list of {length} sums")
+            raise BadUpdate(
+                f"the site's answer has an invalid {name!r}: expected a float64 tensor with {length} numbers, the first"
+                " at least 1 (a number of cases)"
+            )
         answer[pair][part] = value.tolist()
     return kind[0], answer

@@ -171,9 +171,9 @@ def draw_cases(seed: int, replicate: int, client: Client, count: int) -> NDArray
 
 
 def difference_of_replicates(sums: ArrayLike) -> Estimate:
-    """Difference between two models' metrics. The variance is estimated from bootstrap replicates.
+    """Difference between two models' metric values. The variance is estimated from bootstrap samples.
 
-    ``sums`` contains both metrics, then :func:`paired_sums` over the replicates.
+    ``sums`` contains the two models' values, then the six :func:`paired_sums` over both models' values on the samples.
     """
     values = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     spread = difference_of_sums(np.moveaxis(values[2:], 0, -1))
@@ -207,10 +207,11 @@ def random_effects(values: ArrayLike, variances: ArrayLike) -> RandomEffects:
 
 
 def effect_sums(values: ArrayLike, variances: ArrayLike, tau_squared: ArrayLike = 0.0) -> Floats:
-    """Terms ``(..., 4)`` for the sums in :func:`random_effects`: :math:`w, w d, w d^2, w^2`.
+    """Returns four terms for each site, shape ``(..., 4)``: :math:`w, w d, w d^2, w^2`.
 
-    :math:`d` (``values``) is the difference between two models' scores at a site, with variance :math:`v`
-    (``variances``). The weight is :math:`w = 1 / (v + t)`; :math:`t` (``tau_squared``) is the variance between sites.
+    :func:`random_effects` needs only sums over sites. ``values`` are differences :math:`d` between two models' scores
+    at a site, with sampling variances :math:`v` (``variances``). With the variance :math:`t` between sites
+    (``tau_squared``), the weight is :math:`w = 1 / (v + t)`.
 
     Example:
         >>> effect_sums(0.5, 0.25).tolist()
@@ -222,14 +223,14 @@ def effect_sums(values: ArrayLike, variances: ArrayLike, tau_squared: ArrayLike 
 
 
 def tau_squared_of_sums(sums: ArrayLike, sites: int) -> Floats:
-    """Variance of the true difference between sites (DerSimonian and Laird), computed from :func:`effect_sums`."""
+    """Between-site variance of the true difference (DerSimonian and Laird), from :func:`effect_sums` over sites."""
     weights, total, squares, of_weights = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     q = squares - total * total / weights
     return np.asarray(np.maximum((q - (sites - 1)) / (weights - of_weights / weights), 0.0))
 
 
 def effect_of_sums(sums: ArrayLike, sites: int) -> Estimate:
-    """Mean difference over sites as in :func:`random_effects`, computed from :func:`effect_sums`, summed over sites."""
+    """Mean difference over sites as in :func:`random_effects`. ``sums``: :func:`effect_sums`, added over all sites."""
     weights, total, squares, _ = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     spread = (squares - total * total / weights) / ((sites - 1) * weights)
     return Estimate(total / weights, np.maximum(spread, 1 / weights), np.full_like(weights, sites - 1))

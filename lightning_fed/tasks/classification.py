@@ -76,8 +76,8 @@ class ClassificationTask(Task):
         check_option("head", head, ("linear", "sampled_softmax"))
         if head == "sampled_softmax" and class_weights is not None:
             raise ValueError(
-                "Expected no `class_weights` with head='sampled_softmax', because labels become column "
-                "indices, but got class weights."
+                "Expected no `class_weights` with head='sampled_softmax', because this head renumbers the labels per "
+                "client, so the weights would apply to wrong classes, but got class weights."
             )
         unknown = set(head_kwargs or ()) - ({"scale", "normalize"} if head == "sampled_softmax" else set())
         if unknown:

@@ -668,7 +668,7 @@ def test_a_method_without_reports_decides_for_all_methods(tmp_path, capsys):
     assert result(tmp_path / "alone", "fedavg_0_0")["batch_norm_decision"] == "pooled"
     with pytest.raises(SystemExit):
         compare("own.yaml", "--methods", methods, "--out", "alone", *ONE_ROUND)
-    assert "as 'fedss:num_negatives=1' requires, but finished runs have pooled statistics" in capsys.readouterr().err
+    assert "'fedss:num_negatives=1' needs separate statistics, but finished runs" in capsys.readouterr().err
     compare("own.yaml", "--methods", methods, "--out", "both", *ONE_ROUND)
     assert result(tmp_path / "both", "fedavg_0_0")["batch_norm_decision"] == "own"
 

@@ -143,7 +143,7 @@ def test_what_is_too_long_or_says_more_is_left_out():
     chain.start(RoundInfo(0), START)
     with pytest.raises(BadUpdate, match=r"the client's update has norm 1\.5, above clip=1"):
         chain.receive(update_of({"w": np.zeros((4, 3)), "b": np.array([1.5, 0.0])}), START)
-    with pytest.raises(BadUpdate, match=r"the client sends the extras \['prototypes'\] instead of \[\]"):
+    with pytest.raises(BadUpdate, match=r"the client sends the additional tensors \['prototypes'\] instead of \[\]"):
         chain.receive(update_of(steps(1, scale=0.01)[0], extras={"prototypes": torch.zeros(3)}), START)
     assert chain.held[0].total == {}
     adaptive = chain_of(1.0, Budget(0.3, 1e-3, 100, 10), adaptive=True)
@@ -607,7 +607,7 @@ def by_epoch(optimizer):
         ({"faults": Faults(min_clients=2)}, "Expected min_clients=1 with differential privacy, but got 2"),
         (
             {"module": lambda: models.Module(models.mlp(), models.momentum, warm_up)},
-            "a scheduler per step: the clients' step counts",
+            "a scheduler per step or manual optimization: the learning rate",
         ),
         (
             {"module": lambda: models.ManualModule(models.mlp(), scheduler=by_epoch)},

@@ -412,7 +412,7 @@ def test_a_resumed_federation_has_the_same_noise_and_pays_once(federated_trainer
     assert first.state_dict() == again.state_dict()
     assert trainer.callback_metrics["dp/epsilon"] == second.callback_metrics["dp/epsilon"]
     other = federated_trainer(method=FedAvgM(), max_rounds=4, seed=1, clients_per_round=2, callbacks=[dpsgd()])
-    with pytest.raises(ValueError, match=r"Expected the `noise_multiplier` of earlier steps, 1.0, but got 0.8"):
+    with pytest.raises(ValueError, match=r"Expected noise_multiplier=1.0, as before the checkpoint, but got 0.8"):
         other.fit(resumed, clients_of(), ckpt_path=path, **loading(weights_only=True))
 
 
@@ -729,10 +729,10 @@ class LooksIn(FederatedCallback):
         ({"precision": "bf16-true"}, r"a precision from \['32-true', '64-true', 'bf16-mixed'\], but got 'bf16-true'"),
         ({"visits": Vectorized(2)}, "clients to train one after another, but got visits=Vectorized\\(clients=2\\)"),
         ({"steps": [CentralDP(1.0, 1e-3, noise_multiplier=1.0)]}, "Expected only one of `DPSGD` and `CentralDP`"),
-        ({"method": "qffl"}, "may use a client's examples without noise"),
-        ({"method": "moon"}, "may use a client's examples without noise"),
-        ({"method": "ditto"}, "may use a client's examples without noise"),
-        ({"method": "fedala"}, "may use a client's examples without noise"),
+        ({"method": "qffl"}, "may send values computed from a client's examples"),
+        ({"method": "moon"}, "may send values computed from a client's examples"),
+        ({"method": "ditto"}, "may send values computed from a client's examples"),
+        ({"method": "fedala"}, "may send values computed from a client's examples"),
         ({"callbacks": [ClassPrototypes()]}, "`ClassPrototypes.on_client_start` may use"),
         ({"callbacks": [LooksIn()]}, "`LooksIn.on_client_receive` may use"),
     ],

@@ -448,5 +448,5 @@ def test_calls_that_are_refused():
         net(torch.ones(2, 2))
     net = Unrolled()
     ExampleGradients(net, net.parameters())
-    with pytest.raises(MisconfigurationException, match="The layer 'layer' receives 3 and 6 rows for one batch"):
+    with pytest.raises(MisconfigurationException, match="'layer' is called with 3 and with 6 rows in one batch"):
         net(torch.ones(3, 2, 2)).mean().backward()

@@ -482,5 +482,5 @@ def test_fits_that_cannot_be(steps, options, message, federated_trainer):
 
 def test_statistics_would_travel_alone(federated_trainer):
     module = models.Module(models.norm_mlp())
-    with pytest.raises(MisconfigurationException, match="would leave the clients outside the secure sum"):
+    with pytest.raises(MisconfigurationException, match="would be sent outside the secure sum"):
         fit(federated_trainer, 1, [UniformWeights(), SecureSum(1.0)], module=module, batch_norm="recalibrate")

@@ -287,7 +287,7 @@ def test_a_fit_without_the_secure_sum_is_excluded(secured, tmp_path, caplog):
     """Otherwise a last fit without the step would get the sums of single sites."""
     folder = shutil.copytree(secured[0].with_name(f"{secured[0].name}_first"), tmp_path / "first")
     assert {len(answer["data"]) for answer in on_flower(folder, "local", sites=ManySites, rounds=1)[1]} == {0}
-    assert "the client's scores from earlier fits have another metric, stage, patient key or secure sum" in caplog.text
+    assert "the client's earlier fits in this `folder` had another metric, stage, patient key or" in caplog.text
     assert not (folder / "server" / "study.md").exists()
 
 
@@ -360,7 +360,7 @@ def test_a_site_without_earlier_scores_is_excluded(one_fit, tmp_path, caplog):
     path.write_text(json.dumps(content | {"settings": ["test_loss", "test", "patient"]}))
     fit(tmp_path, "local")
     assert "Client 'south' does not answer: the client has no scores from an earlier fit" in caplog.text
-    assert "Client 'tiny' does not answer: the client's scores from earlier fits have another metric" in caplog.text
+    assert "Client 'tiny' does not answer: the client's earlier fits in this `folder` had another metric" in caplog.text
     assert list(json.loads((tmp_path / "study.json").read_text())["answers"]) == ["north"]
 
 
@@ -399,11 +399,11 @@ def test_invalid_answers_are_excluded():
     assert _read_sums(ClientUpdate("ann", 1, {}), models, [3]) == ("scores", {})
     nan = torch.full((6,), float("nan"), dtype=torch.float64)
     for changes, reason in (
-        ({"study/scores/fedavg|central/3": nan}, "the answer's names are not the pairs"),
-        ({"other": nan}, "the answer's names are not the pairs"),
-        ({name: nan}, "not a list of 6 sums"),
-        ({name: torch.ones(5, dtype=torch.float64)}, "not a list of 6 sums"),
-        ({name: torch.ones(6)}, "not a list of 6 sums"),
+        ({"study/scores/fedavg|central/3": nan}, "the site's answer has other names than expected"),
+        ({"other": nan}, "the site's answer has other names than expected"),
+        ({name: nan}, "a float64 tensor with 6 numbers"),
+        ({name: torch.ones(5, dtype=torch.float64)}, "a float64 tensor with 6 numbers"),
+        ({name: torch.ones(6)}, "a float64 tensor with 6 numbers"),
     ):
         with pytest.raises(BadUpdate, match=reason):
             _read_sums(update(**changes), models, [3])
@@ -416,7 +416,7 @@ def test_invalid_answers_are_excluded():
     ("changes", "reason"),
     [
         ({"metric": "test_acc"}, "has the metric 'test_loss'"),
-        ({"models": None}, "not a question of a study"),
+        ({"models": None}, "lacks the lists `models` and `seeds`"),
         ({"models": ["../fedavg"]}, "invalid model name"),
         ({"model": 3}, "invalid model name"),
         ({"seeds": ["3"]}, "invalid seed"),

@@ -43,7 +43,8 @@ def maximum_mean_discrepancy(
     .. math:: \text{unbiased: } \mathrm{MMD}^2 = \frac{1}{m (m - 1)} \sum_{i \ne j} k(x_i, x_j)
         + \frac{1}{n (n - 1)} \sum_{i \ne j} k(y_i, y_j) - \frac{2}{m n} \sum_{i,j} k(x_i, y_j)
 
-    The kernel and the bandwidth are reconstructions. Time is proportional to :math:`(m + n)^2 d`, but memory is not.
+    The kernel and bandwidth are our choice, because the available text of FedMargin has no equations. Time is
+    proportional to :math:`(m + n)^2 d`, but memory is not.
 
     Args:
         features: Samples :math:`x`, shape ``(m, d)``; any floating-point type.
