@@ -12,8 +12,8 @@ from pathlib import Path
 def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
     """Yields a temporary path for writing. Afterwards moves the file to ``path``, unless an exception was raised.
 
-    Missing folders are created, and the new file survives a loss of power. A note on an exception (for example, for a
-    full disk) names the unchanged file. Processes that write the same file need different suffixes.
+    Missing folders are created. The new file survives a loss of power. If writing fails, the old file at ``path`` stays
+    unchanged, as stated in a note on the exception. Processes that write the same file need different suffixes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.stem}{suffix}")

@@ -1,4 +1,4 @@
-"""Shows the log on the console by default, and formats round numbers and Markdown tables."""
+"""Shows the log on the console by default, and formats names, Markdown tables and the numbers of rounds."""
 
 from __future__ import annotations
 

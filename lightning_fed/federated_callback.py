@@ -121,8 +121,8 @@ class FederatedCallback(TrainerCallback):
     ) -> Iterator[None] | None:
         """Client side, after the last batch: may add extra tensors and metrics to the update, but not change weights.
 
-        To train a second model on the last batches of this training, implement the hook as a generator: every ``yield``
-        waits for the training step on one batch (:class:`~lightning_fed.callbacks.PersonalModel`).
+        To train a second model on the client's remaining batches, implement the hook as a generator: at every ``yield``
+        the Trainer runs one training step (example: :class:`~lightning_fed.callbacks.PersonalModel`).
 
         Raising :class:`ClientFault` excludes the client.
         """
@@ -137,10 +137,11 @@ class FederatedCallback(TrainerCallback):
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None] | None:
         """Exchanges values between processes that train different clients, before :meth:`on_server_aggregate`.
 
-        Implement the hook as a generator: ``yield value`` sends a value (tensors, numbers and plain containers), and
-        returns the values of all processes in rank order. Required if :meth:`on_server_aggregate` uses data collected
-        in :meth:`on_server_receive`. If the data are an attribute, a dictionary by client, setting ``shared_attribute``
-        to the attribute's name suffices.
+        The hook is required if :meth:`on_server_aggregate` uses data collected in :meth:`on_server_receive`, because a
+        process receives only the updates from its own clients. If the data are a dictionary by client in one attribute,
+        set ``shared_attribute`` to the attribute's name instead. Otherwise implement the hook as a generator:
+        ``values = yield value`` sends this process's value (tensors, numbers and plain containers), and returns the
+        values of all processes in rank order.
 
         Example:
             >>> class Sizes(FederatedCallback):

@@ -1,4 +1,4 @@
-"""Imports: lazy names of a package, modules of optional features, and the two package names of Lightning."""
+"""Helps with imports: loads names at first use, finds optional features, and unites Lightning's two packages."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def find_feature(module: str) -> ModuleType | None:
 
 
 def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Creates ``__getattr__``, ``__dir__`` and ``__all__`` for a package, to load each name on first access.
+    """Creates ``__getattr__``, ``__dir__`` and ``__all__`` for a package, to import each public name at first access.
 
-    ``package`` is the package's ``__name__``, ``door`` the package's ``__file__``. ``__init__.pyi`` lists the names. A
-    name imported there without ``as`` is not public.
+    ``package`` is the package's ``__name__``, ``door`` the path ``__file__`` of ``__init__.py``. The stub
+    ``__init__.pyi`` lists the public names in the form ``from x import y as y``; imports without ``as`` are ignored.
     """
     sources: dict[str, tuple[str, bool]] = {}  # maps a name to its module, and whether the name is a submodule
     for statement in ast.parse(Path(door).with_suffix(".pyi").read_text(encoding="utf-8")).body:

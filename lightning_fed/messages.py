@@ -107,10 +107,10 @@ class Broadcast:
     """Message from the server to one client before the client's training in a round.
 
     Args:
-        round: Version of the sent model: index, from 0, of the round that starts from this model.
-        state: Entries for the client's initial model.
+        round: Index, from 0, of the round that starts from the sent model (asynchronous: possibly an earlier round).
+        state: Parameters and buffers for the client's initial model.
         extras: Further tensors from the federated method (control variates, ...).
-        rows: Row indices of sliced entries in ``state``, copied from the client's :class:`Request`.
+        rows: Row indices of the entries in ``state`` with only some rows, copied from the client's :class:`Request`.
         unsent: Names of entries in ``state`` already on the client. These entries are not sent. Set by the server.
     """
 
@@ -159,7 +159,7 @@ def sent_entries(message: Broadcast | ClientUpdate) -> State:
 
 
 def message_bytes(message: Request | Broadcast | ClientUpdate) -> int:
-    """Size in bytes of the tensors sent by a message. Equal row indices in a request are counted once."""
+    """Size in bytes of the tensors sent by a message. Entries of a request with equal row indices count once."""
     entries = distinct(message.rows) if isinstance(message, Request) else sent_entries(message)
     return tensor_bytes(entries) + tensor_bytes(message.extras)
 

@@ -1,4 +1,4 @@
-"""Communication between processes that share a round's clients, and the interface of Lightning strategies.
+"""Communication between processes with different clients, and base classes for a Lightning strategy.
 
 Tensors are sent as raw memory. All other objects (numbers, names, containers) are pickled.
 """
@@ -76,12 +76,12 @@ SINGLE_PROCESS = ProcessGroup()
 
 
 class RoundSynchronisation(ABC):
-    """Synchronises processes with different clients, at the start and the end of a round.
+    """Exchanges updates and reports between processes. Each process trains some of the round's clients.
 
     Attributes:
         visit_costs: Durations of clients' training in earlier rounds
             (:class:`~lightning_fed.data.round_plan.VisitCosts`), to balance work.
-        driver: Class for the training of the round's clients: a
+        driver: Class that trains the round's clients in each process, a subclass of
             :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
     """
 
@@ -105,11 +105,11 @@ class RoundSynchronisation(ABC):
 
     @abstractmethod
     def end_round(self) -> None:
-        """Ends a round. Afterwards all processes communicate again."""
+        """Enables the Trainer's communication between processes again, which :meth:`start_round` has disabled."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Ends the cooperation after an error in this process, which then waits for no other process."""
+        """Disables communication in this process after an error. The process then waits for no other process."""
 
     @abstractmethod
     def release(self) -> None:
@@ -235,7 +235,7 @@ def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]
 
 
 def unpack(rest: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
-    """Rebuilds the object split by :func:`pack`, without copying tensors."""
+    """Rebuilds an object from the bytes and tensors of :func:`pack`. ``known`` equals the sender's ``known``."""
     unpickler = _Unpickler(io.BytesIO(rest))
     unpickler.tensors, unpickler.known = tensors, known
     return unpickler.load()

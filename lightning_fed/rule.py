@@ -94,9 +94,9 @@ class RuleCapabilities:
         return None
 
     def tolerated(self, count: int) -> int:
-        """Returns the assumed maximum of malicious clients among ``count`` clients.
+        """Returns the rule's assumption for the maximum number of malicious clients among ``count`` clients.
 
-        Pooled BatchNorm statistics exclude this number of lowest and highest values.
+        When the server pools BatchNorm statistics, each channel excludes this number of lowest and of highest values.
         """
         return 0
 

@@ -218,7 +218,7 @@ DATA = {
     ),
     "StopIteration": (
         lambda: Ends(BATCH),
-        "the client's data raised RuntimeError: StopIteration, which only an iterator may",
+        "the client's data raised RuntimeError: a data set or `collate_fn` raised StopIteration",
     ),
     "10**18 examples": (lambda: Astronomical(0), "the client reports 1000000000000000000 examples"),
 }

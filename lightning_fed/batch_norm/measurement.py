@@ -107,23 +107,23 @@ def warn_of_monitors(fit: FederatedFit) -> None:
 
 
 def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float], str | None]:
-    """Measures BatchNorm statistics with the new global model on the clients after a round, and pools the reports.
+    """Measures BatchNorm statistics with the new global model on the clients after a round, and pools the statistics.
 
     Each client passes the local data once through the model in evaluation mode, but BatchNorm normalises with batch
-    statistics, as in training. The server counts the bytes of the broadcast and of the report. With
-    ``batch_norm="auto"`` the first reports determine pooled or own statistics (:func:`decide_statistics`). A report
-    also sets the client's own statistics. If clients form clusters, each client measures with the cluster's model. If a
-    callback averages weights over steps, the clients also measure with the averaged model.
+    statistics, as in training. The client reports means and variances. The round's bytes include broadcast and report.
+    With ``batch_norm="auto"`` the first reports determine pooled or separate statistics (:func:`decide_statistics`).
+    Separate statistics are stored by client. If clients form clusters, each client measures with the cluster's model.
+    If a callback averages weights over steps, the clients also measure with the averaged model.
 
-    Layers in evaluation mode (as in a frozen backbone) do not change. If no client reports, the averaged statistics
-    remain. A robust rule also excludes outlying reports
+    Layers in evaluation mode (as in a frozen backbone) do not change. If no client reports, the model keeps averaged
+    running statistics of the clients. A robust rule also excludes outlying reports
     (:meth:`Aggregator.tolerated <lightning_fed.rule.RuleCapabilities.tolerated>`).
 
     Returns:
-        ``fed/batch_norm_shift``, the largest shift of a layer
-        (:func:`~lightning_fed.batch_norm.pooling.shift_between`), or an empty dict for fewer than two reports, and
-        ``None``, or a description of invalid pooled statistics. Invalid statistics make the round fail, and neither a
-        decision nor statistics are stored.
+        A dictionary and a fault. The dictionary contains ``fed/batch_norm_shift``, the largest shift of a layer
+        (:func:`~lightning_fed.batch_norm.pooling.shift_between`), and is empty for fewer than two reports. The fault
+        describes invalid pooled statistics, or is ``None``. With a fault the round fails, and neither a decision nor
+        statistics are stored.
     """
     server, layers = fit.server, measured_layers(fit)
     if not fit.batch_norm.is_reported or not layers or forward_step(fit.module) is None:
@@ -255,12 +255,13 @@ def _find_first_shift(
 
 
 def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]], shifts: Mapping[str, float]) -> None:
-    """Decides once per fit whether clients have separate or pooled BatchNorm statistics.
+    """Decides once per fit whether each client has separate BatchNorm statistics, or all clients share pooled ones.
 
-    ``shifts`` maps layers to the share of the inputs' variance that is between clients. Statistics are separate if the
-    first layer's shift is large. The first round decides, or the second if less than half of the first round's cohort
-    reported. At least two clients, and at least ``min_clients`` clients, must report. If rounds have only one report,
-    the latest reports of two clients decide; the shift then includes the change of the weights between rounds.
+    ``shifts`` maps layers to the difference between the clients' inputs
+    (:func:`~lightning_fed.batch_norm.pooling.shift_between`). Statistics are separate if the shift of the first layer
+    exceeds the shift expected by chance by more than :data:`LARGE_SHIFT`. At least two and ``min_clients`` clients must
+    report, in the first round also half of the round's clients; otherwise a later round decides. If rounds have only
+    one report, the latest reports of two clients decide; the shift then includes the weights' change between rounds.
     """
     cohort = fit.cohort
     is_first, size = not fit.batch_norm.num_measured, len(cohort.visits) + len(cohort.dropped)
@@ -304,11 +305,12 @@ def own_statistics(report: Mapping[str, Tensor]) -> State:
 def load_own_model(
     fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int | None
 ) -> State | None:
-    """Loads a client's model for evaluation, with the client's BatchNorm statistics. Returns new statistics to store.
+    """Loads a client's model with the client's BatchNorm statistics for evaluation. Returns newly measured statistics.
 
-    ``measure_round`` is the round of the global model in ``state``. If the client's statistics are from another round,
-    the client measures again. If ``measure_round`` is ``None``, no client measures. Without a measurement the result is
-    ``None``. If a measurement is necessary, but the training data are in another process, a warning is logged once.
+    The global model ``state`` is from ``measure_round``. If the client's stored statistics were measured with other
+    weights, the client measures again on the training data. If these data are in another process, the model uses no
+    stored statistics, and a warning is logged once. With ``measure_round=None`` the stored statistics are always used.
+    Without a measurement the result is ``None``.
     """
     measured: State | None = None
     stored = local.recall(client)
@@ -504,10 +506,11 @@ def measure_statistics(
     load: Callable[[Visit], None],
     limit_visit: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[tuple[Client, State]]:
-    """Measures the inputs of BatchNorm ``layers`` in one pass over each client's data.
+    """Measures mean and variance of the inputs of BatchNorm ``layers`` in one pass over each client's data.
 
-    ``limit_visit`` creates the context for a client, such as a time limit. A client without a result is excluded, with
-    a log line. Afterwards the module contains the last client's model.
+    For each client in ``visits``, ``load`` loads the client's model into the module, and ``limit_visit`` creates a
+    context for the measurement, such as a time limit. Returns each client with :meth:`InputStatistics.as_extras`, and
+    warns of clients without valid statistics. Afterwards the module contains the last client's model.
     """
     step, ranks = forward_step(module), process_group_of(trainer)
     if step is None:

@@ -28,8 +28,8 @@ _TAILS = 149.0  # kurtosis minus 1 for heavy tails, such as 2 % non-zero values;
 class InputStatistics:
     """Means and variances per channel for the inputs of BatchNorm layers over all batches, computed in float64.
 
-    The layers must be in training mode. Running statistics are overwritten, because with momentum 1 they equal the
-    batch statistics.
+    The layers must be in training mode. :meth:`watching` sets their momentum to 1, and reads each batch's statistics
+    from the running statistics. The earlier running statistics are lost.
     """
 
     def __init__(self, layers: Mapping[str, nn.BatchNorm2d]) -> None:
@@ -52,7 +52,7 @@ class InputStatistics:
                 handle.remove()
 
     def as_extras(self) -> State:
-        """Returns by name each layer's mean, biased variance, shape ``(channels,)``, and number of averaged values."""
+        """Returns for each layer mean and biased variance, shape ``(channels,)``, and the number of averaged values."""
         extras: State = {}
         for name, (count, total, squares) in self._sums.items():
             mean = total / count
@@ -103,15 +103,15 @@ def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | Non
 def limit_counts(
     reports: Sequence[Mapping[str, Tensor]], reported: Sequence[int], counted: Sequence[int]
 ) -> list[State]:
-    """Limits each client's number of averaged positions (BatchNorm), if the number of examples was limited.
+    """Limits the clients' weights in pooled BatchNorm statistics, if an update step limits the clients' weights.
 
-    A position is one value that enters a channel's mean. The limit is the median number of positions per example, times
-    the client's examples. The client with the largest ratio of limited to reported examples keeps the original number.
+    A client's weight is the number of values in a channel's mean. The new weights are proportional to ``counted``, and
+    as large as possible, but at most the median number of values per example, times the client's ``reported`` examples.
 
     Args:
         reports: Client statistics from :meth:`InputStatistics.as_extras`.
         reported: Number of examples reported by each client.
-        counted: Number of examples by client after limits, see :class:`~lightning_fed.steps.WeightStep`.
+        counted: Number of examples by client after the limits, see :class:`~lightning_fed.steps.WeightStep`.
     """
     limited: list[State] = [dict(report) for report in reports]
     for name in {name for report in reports for name in report if name.endswith(":count")}:
@@ -128,9 +128,9 @@ def pool_statistics(
 ) -> tuple[Tensor, Tensor] | None:
     """Mean and unbiased variance of a layer's input over all clients, float64; ``None`` if no client used the layer.
 
-    With f malicious clients (``num_malicious``), counts are ignored, and each channel excludes the f smallest and f
-    largest values: first among the client means, then among the mean squared distances from the pooled mean. At least
-    one value remains.
+    With f malicious clients (``num_malicious``), counts are ignored, and each channel's f smallest and f largest values
+    are excluded; at least one value remains. The pooled mean is the mean of the remaining client means. The variance is
+    the mean of the remaining mean squared distances between a client's inputs and the pooled mean.
 
     Example:
         >>> a = {"batch_norm:0:mean": torch.tensor([0.0]), "batch_norm:0:var": torch.tensor([1.0]),
@@ -158,17 +158,18 @@ def pool_statistics(
 def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0) -> float | None:
     r"""Measures the difference between the clients' inputs to a layer, 0 to 1; ``None`` for one client or no variance.
 
-    The result is the larger of two shares: the share of the pooled variance between client means, and the share of the
-    mean squared variance between client variances, each averaged over channels with variance:
+    The result is the larger of two fractions, each averaged over channels with variance. The first is the share of the
+    inputs' total variance that comes from differences between client means. The second compares the spread of the
+    client variances with the mean square of these variances:
 
     .. math:: \frac{1}{C} \sum_c \frac{\sum_k n_k (\mu_{kc} - \mu_c)^2}
               {\sum_k n_k \left(\sigma_{kc}^2 + (\mu_{kc} - \mu_c)^2\right)}, \qquad
               \frac{1}{C} \sum_c \frac{\sum_k n_k (\sigma_{kc}^2 - \bar{\sigma_c^2})^2}{\sum_k n_k \sigma_{kc}^4}.
 
-    The second fraction excludes sampling noise: a variance estimate has variance :math:`(\kappa - 1) \sigma^4 / n` with
-    kurtosis :math:`\kappa`, assuming :math:`\kappa - 1 = 64`. Hence only layers with hundreds of positions per client
-    can show a difference in variance. With f malicious clients, counts are ignored, and each channel excludes the f
-    smallest and f largest means and variances; at least half of the values remain.
+    The expected sampling noise is subtracted from the second numerator: a variance estimated from n values has variance
+    :math:`(\kappa - 1) \sigma^4 / n` with kurtosis :math:`\kappa`. The value :math:`\kappa - 1 = 149` is assumed.
+    Hence only layers with hundreds of values per client can show a difference in variance. With f malicious clients,
+    counts are ignored, and each channel excludes the f smallest and f largest means and variances, at most half of all.
     """
     stacked = _stack_reports(reports, layer)
     if stacked is None:

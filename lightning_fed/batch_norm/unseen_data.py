@@ -42,11 +42,12 @@ class DataStatistics(UnseenStatistics):
 
 
 class UnseenData(RevertingCallback, FederatedCallback):
-    """Sets the BatchNorm statistics for data of unknown clients: batch statistics, or statistics of all these data.
+    """Evaluates with BatchNorm statistics of the evaluation data: of each batch, or of a whole dataloader.
 
-    The callback is active from the start of a validation, test or prediction until the next round, while the module
-    contains the global model, or the model of a client without statistics. Untrained layers (as in a frozen encoder)
-    still use running statistics.
+    The callback applies to models without running statistics: the global model, if each client has separate statistics,
+    and the model of a client without statistics. From the start of a validation, test or prediction until the next
+    round, BatchNorm layers use the new statistics. Untrained layers (as in a frozen encoder) still use running
+    statistics.
     """
 
     def __init__(self, find_fit: Callable[[], FederatedFit]) -> None:

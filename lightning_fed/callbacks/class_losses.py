@@ -36,10 +36,10 @@ _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 
 @dataclass(frozen=True)
 class _Scores:
-    """Marks a traced tensor as class scores: outputs of ``layer``, or computed only from these outputs.
+    """Marks a tensor in the training step as class scores: an output of ``layer``, or computed only from such outputs.
 
-    ``inputs`` are the indices of the batch tensors used to compute the outputs. ``voids`` are the labels of positions
-    excluded by a mask.
+    ``inputs`` are the indices of the batch tensors used to compute the scores. ``voids`` are the ignored labels:
+    positions with these labels are masked.
     """
 
     layer: str
@@ -51,10 +51,10 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Marks a tensor computed from the labels in a training step: class indices, one-hot vectors, or equality tests.
+    """Marks a tensor computed from the labels in a training step, such as one-hot vectors or a mask ``labels == 0``.
 
-    ``fills`` contains pairs (old label, new label), as in ``masked_fill``. For several old labels the old label is
-    ``None``.
+    ``fills`` contains a pair (old label, new label) for each replaced label, as by ``masked_fill``. The old
+    label is ``None`` if the replacement does not select a single label.
     """
 
     leaves: frozenset[int]
@@ -70,10 +70,10 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Describes how the loss computation produced a tensor, to find losses between class scores and labels.
+    """Describes how the training step has computed a tensor from batch tensors, class scores, labels and losses.
 
-    ``leaves`` are the indices of the batch tensors used in the computation, and ``losses`` the losses' indices. If the
-    sum over the tensor's elements is itself a loss, ``product`` is the index of this loss.
+    ``leaves`` are the indices of the used batch tensors, and ``losses`` the indices of the used classification losses.
+    If the sum over the tensor would be a loss (probabilities times labels), ``product`` is the index of this loss.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -107,12 +107,13 @@ class ClassLoss:
 
 @dataclass
 class ClassLosses:
-    """Traces a batch's tensors in a training step, to find losses between class scores and labels.
+    """Finds the classification losses in a training step, and the layers with the class scores.
 
-    Such a loss is a cross-entropy, a negative log-likelihood, a binary cross-entropy, a gather of probabilities at
-    labels, or a sum over probabilities times (or minus) indicators computed from labels, as in Dice and focal losses.
-    Between layer and loss, only elementwise operations with constants and masks, views, means and resizing are allowed.
-    Labels used as an input of the layer do not count: an autoencoder's target is the input, and no class.
+    A classification loss compares class scores with labels: a cross-entropy, a negative log-likelihood, a binary
+    cross-entropy, or a gather of probabilities at labels. Dice and focal losses are recognised as a sum over the
+    product (or difference) of probabilities and indicators computed from labels. Between layer and loss, only
+    elementwise operations with constants and masks, views, means and resizing are allowed. Labels also used as an
+    input of the layer do not count: an autoencoder's target is the input, not a class.
 
     Example:
         >>> head, inputs, labels = nn.Linear(2, 3), torch.ones(4, 2), torch.tensor([0, 1, 2, 0])
@@ -161,7 +162,7 @@ class ClassLosses:
             self._put(output, origin)
 
     def find_losses(self, loss: Any) -> list[ClassLoss]:
-        """Returns the class losses (:class:`ClassLoss`) used in ``loss``, except losses that also feed a layer."""
+        """Returns the classification losses used in ``loss``, except losses that are also used in a layer's input."""
         places = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
         return [self._losses[place] for place in sorted(places)]
 

@@ -58,23 +58,23 @@ class PartTraffic(NamedTuple):
 class CommunicationReport(FederatedCallback):
     r"""Measures the traffic by model part, and compares the traffic with federated averaging of the whole model.
 
-    The callback counts the tensors in broadcasts, answers and requests for rows. For FedSS, the traffic is
-    :math:`|\varphi| + d |S_k|` in each direction, with the model without last layer :math:`\varphi` and :math:`d`
-    values per class. Federated averaging would send all entries each time, including personal, frozen and untrained
-    entries. Messages outside a visit (BatchNorm recalibration) appear only in ``comm/down_bytes`` and
-    ``comm/up_bytes``.
+    The callback counts the tensors in the server's messages, the clients' updates and requests for table rows. FedSS
+    sends :math:`|\varphi| + d |S_k|` numbers in each direction: the model without the last layer (:math:`\varphi`), and
+    :math:`d` numbers for each class in the client's request :math:`S_k`. Federated averaging would send all entries,
+    including personal, frozen and untrained entries. Messages outside a client's training (BatchNorm statistics) appear
+    only in ``comm/down_bytes`` and ``comm/up_bytes``.
 
     ``comm/down_share`` and ``comm/up_share`` are logged every round: the bytes, divided by the bytes of federated
     averaging. :meth:`table` shows means over clients and rounds per part; :attr:`rows` and :meth:`to_csv` have single
     rounds.
 
     The callback's state in checkpoints is ``rows``, with the fields of :class:`Traffic` per round, client and part, and
-    ``visits``, with visit counts for early rounds.
+    ``visits``, with the numbers of trained clients and updates in rounds without separate values per client.
 
     Args:
         parts: Prefixes of entry names, one per part (``["model.head"]``; an entry belongs to the longest matching
-            prefix). All other entries form the part ``"(rest)"``. By default the parts are the modules at the first
-            level with different names.
+            prefix). All other entries form the part ``"(rest)"``. By default the parts are the submodules on the
+            first level with several submodules.
         client_rounds: Number of recent rounds with separate values per client. For earlier rounds only sums are stored.
 
     Raises:
@@ -180,7 +180,7 @@ class CommunicationReport(FederatedCallback):
         return [row for traffic in self._visits.values() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
-        """Mean bytes by submodule, for row requests and for extra tensors, then the total; empty before training."""
+        """Mean traffic per client and round, by part (see :class:`Traffic`), then in total. Empty before training."""
         if not self._visits:
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])
@@ -262,7 +262,7 @@ class CommunicationReport(FederatedCallback):
 
 
 def top_level_parts(names: Sequence[str]) -> list[str]:
-    """Returns the names of the outermost submodules with siblings, such as ``head`` and ``body``, from entry names."""
+    """From entry names, finds the submodules on the first level with several: ``net.head`` and ``net.body``."""
     paths = [name.split(".") for name in names]
     depth = 1
     while len({tuple(path[:depth]) for path in paths}) == 1 and all(len(path) > depth for path in paths):

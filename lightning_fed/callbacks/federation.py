@@ -85,11 +85,11 @@ class Federation(TrainerCallback):
             types.
         frozen: Entries that are neither trained nor transmitted: patterns and types as for ``personal``. Parameters
             without gradient are always frozen.
-        batch_norm: Treatment of BatchNorm's running statistics. ``"auto"``: the first round's clients measure the
-            statistics with the new global model, and the federation decides once: pooled statistics for similar
-            clients, own statistics for different clients (see
-            :data:`~lightning_fed.batch_norm.measurement.LARGE_SHIFT`). ``"recalibrate"``: always pooled statistics.
-            :class:`~lightning_fed.LocalStatistics`: always own statistics. ``"average"``: averaged like all entries.
+        batch_norm: Treatment of BatchNorm's running statistics. ``"recalibrate"``: the clients measure statistics with
+            each new global model, and the server pools the statistics. :class:`~lightning_fed.LocalStatistics`:
+            separate statistics for each client. ``"auto"``: one of these two, chosen after the first round by the
+            difference between the clients' statistics
+            (:data:`~lightning_fed.batch_norm.measurement.LARGE_SHIFT`). ``"average"``: averaged like all entries.
             ``"personal"``: whole BatchNorm layers stay on the clients (FedBN). :class:`~lightning_fed.FixedStatistics`:
             fixed after some rounds. ``"frozen"``: the initial statistics, also in training.
         optimizer_state: Initial optimizer state in a visit: new (``"reset"``), or from the client's last visit
@@ -110,7 +110,7 @@ class Federation(TrainerCallback):
         options: Options for a fit: the arguments combined with the method's settings.
         method: The federation's copy of the method. The method's callbacks are added to the Trainer, except classes
             already present.
-        has_lost_entries: True if the clients' personal entries for the evaluated checkpoint are lost.
+        has_lost_entries: True if ``store`` no longer has the clients' personal entries from the evaluated checkpoint.
         server: The server. Results are in ``server.rule`` and ``steps``, not in the objects passed as arguments.
 
     Raises:
@@ -125,8 +125,9 @@ class Federation(TrainerCallback):
         visit to visit. Changed attributes that can affect later visits are logged. Buffers with ``persistent=False``
         start every visit with the round's initial values.
 
-        Checkpoints contain the rounds, seed, method, clients, steps, client store, untrained entries by client, and for
-        BatchNorm the decision, the reports before a decision, and the kind of statistics used for each monitored value.
+        Checkpoints contain the rounds, seed, method, clients, steps, client store, and for untrained entries the rounds
+        of changes and of clients' last updates. For BatchNorm, checkpoints contain the decision for ``"auto"``, the
+        clients' reports before the decision, and the kind of statistics behind each metric monitored by a callback.
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)
@@ -189,7 +190,7 @@ class Federation(TrainerCallback):
         return Federation(**{**self.arguments, **changes})
 
     def split(self, remote: RemoteSide) -> None:
-        """Connects the federation to other machines. ``remote`` stands for the server, or for all clients."""
+        """Runs only the server or only clients in this process. ``remote`` is the connection to the other machines."""
         self.server = remote.connect(self.server)
         self._reset(remote)
 
@@ -290,7 +291,7 @@ class Federation(TrainerCallback):
 
     @property
     def population(self) -> Population:
-        """All clients. Raises ``RuntimeError`` before the data are loaded (one client: after the sanity validation)."""
+        """All clients. Raises ``RuntimeError`` until the data are loaded (one client: after the sanity validation)."""
         return self._fit.population
 
     @property
@@ -330,18 +331,18 @@ class Federation(TrainerCallback):
         question: Mapping[str, Any],
         own: bool = False,
     ) -> Answers:
-        """Asks clients a question outside a round. Each client receives a model, and answers with this model.
+        """Asks clients a question outside a round. Each client loads the sent model, and computes an answer.
 
         In this process, or in several processes with shared clients, ``callback`` answers
         (:meth:`~lightning_fed.federated_callback.AskableCallback.on_client_question`). On other machines, a callback
         with the same class answers.
 
         Args:
-            module: The module with the global model, or another model to send. The module is not changed.
-            callback: The callback.
-            clients: The clients.
+            module: The module with the model to send, usually the global model. The module is not changed.
+            callback: The callback for computing the answers.
+            clients: The clients to ask.
             question: The question: primitives and plain containers.
-            own: Whether each client's own model, instead of the global model, is loaded.
+            own: Whether the model is the client's own model, with personal entries and BatchNorm statistics.
         """
         return ask(self._fit, module, callback, clients, question, own)
 
@@ -409,7 +410,7 @@ class Federation(TrainerCallback):
             check_estimate(self._fit)
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Prepares the fit's server, clients and policies of state dict entries, after all ``on_fit_start`` hooks."""
+        """Prepares the fit after all ``on_fit_start`` hooks. Decides on shared, personal and frozen entries."""
         self._loop.start_fit()
         self._add_unseen(trainer, pl_module)
 
@@ -579,7 +580,7 @@ class Federation(TrainerCallback):
         return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
-        """Counts the steps of a learning-rate scheduler in ``rounds`` rounds, with one step per ``window`` batches."""
+        """Counts a learning-rate scheduler's steps in ``rounds`` rounds: one per ``window`` batches of a client."""
         self.find_population()
         return count_scheduler_steps(self._fit, rounds, window)
 

@@ -65,7 +65,7 @@ class LoggedValue:
         reduce_fx: Reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
         total: Sum (for a mean, the weighted sum of values), maximum or minimum; ``None`` without values.
         weight: Sum of the weights.
-        cases: Values from batches with one example, each with weight 1.
+        cases: Separate values from batches with one example (weight 1), for the variance over examples.
     """
 
     reduce_fx: str = "mean"
@@ -89,7 +89,7 @@ class LoggedValue:
         self.cases += added.cases
 
     def limited(self, weight: float) -> LoggedValue:
-        """Reduces the weight of a logged mean to at most ``weight``. Values with another reduction are unchanged."""
+        """Returns the same mean with a total weight of at most ``weight``. Other reductions are returned unchanged."""
         if self.total is None or self.reduce_fx != "mean" or self.weight <= weight:
             return self
         return replace(self, total=self.total * (weight / self.weight), weight=weight)

@@ -1,4 +1,4 @@
-"""Draws segmentations in one picture: each row shows an image's input, truth, prediction and maps."""
+"""Draws segmentations in one picture: each row shows an image, true and predicted classes, and optional heat maps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def segmentation_grid(
     padding: int = 2,
     maps: Sequence[Tensor | Sequence[Tensor]] = (),
 ) -> Tensor:
-    """Draws segmentations in one picture: each row shows an image's input, truth, prediction and maps.
+    """Draws segmentations in one picture: each row shows an image, true and predicted classes, and optional heat maps.
 
     Args:
         images: Images, shape ``(N, C, H, W)``, or N images ``(C, H, W)`` with any sizes. One or two channels are drawn
@@ -45,7 +45,7 @@ def segmentation_grid(
             outside 0 to 1 are rescaled.
         ignore_index: Class index of pixels without a label, if any.
         padding: White border around each tile, in pixels.
-        maps: M maps, one per additional column, each with shape ``(N, H, W)`` and values from 0 (dark blue) to 1
+        maps: M heat maps, one per additional column, each with shape ``(N, H, W)`` and values from 0 (dark blue) to 1
             (yellow); NaN is grey.
 
     Returns:

@@ -38,7 +38,7 @@ VIRIDIS: tuple[Color, ...] = (
 
 
 class PeriodicPictures(L.Callback):
-    """Base class of callbacks that draw pictures every few epochs (rounds). Checkpoints contain ``last_epoch``."""
+    """Base class of callbacks that draw pictures every few epochs (rounds). Checkpoints store the last such epoch."""
 
     def __init__(self, every_n_epochs: int) -> None:
         self.every_n_epochs = check_count("every_n_epochs", every_n_epochs)
@@ -108,10 +108,10 @@ def draw_matrix(
     largest: float = 1.0,
     lowest: float = 0.0,
 ) -> Tensor:
-    """Draws numbers in viridis colours, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed.
+    """Draws numbers ``(H, W)`` from ``lowest`` to ``largest`` in viridis colours, as pixels ``(3, H, W)``, uint8.
 
-    Numbers ``(H, W)`` range from ``lowest`` to ``largest``. Without axes each number is a square of ``cell`` pixels;
-    ``size`` is in inches.
+    With matplotlib, the figure has axes, labelled by ``label``, and a ``size`` in inches. Without matplotlib, each
+    number is a square of ``cell`` pixels.
     """
     painted = paint_numbers((values - lowest) / (largest - lowest))
     if not has_matplotlib():

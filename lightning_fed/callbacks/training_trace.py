@@ -99,10 +99,11 @@ def find_class_task(
     needs_target: bool = False,
     allows_multilabel: bool = False,
 ) -> ClassTask:
-    """Finds the classes that a module learns, in one trial run of the training step.
+    """Finds a module's classifier layer, classes and labels by a trial run of the training step on one batch.
 
-    A server in a network has no data and uses :func:`~lightning_fed.modules.find_classifier`. Each client compares the
-    server's layer with the layer found in the client's training step.
+    A server without data only uses :func:`~lightning_fed.modules.find_classifier`. A client on another machine raises
+    an error if the trial run finds another layer. Error messages end with ``remedy``. ``needs_target`` requires labels
+    with one class per example or pixel (with ``allows_multilabel``, also several) as a tensor in the batch.
     """
     federation = federation_of(trainer)
     is_remote = federation is not None and federation.is_remote
@@ -122,8 +123,8 @@ def find_class_task(
         ) from fault.__cause__
     if needs_target and (task.target is None or (task.is_multilabel and not allows_multilabel)):
         raise MisconfigurationException(
-            f"Expected the labels in the loss of {type(module).__name__} to be one tensor from the batch with a class "
-            f"for each example or pixel, but the labels are not: {remedy}."
+            f"Expected the labels in the loss of {type(module).__name__} to be one tensor from the batch, with one "
+            f"class for each example or pixel, but a trial step found no such tensor: {remedy}."
         )
     if expected is not None and (
         not has_same_parameters(module, task.layer, expected.layer) or task.num_classes != expected.num_classes
@@ -250,7 +251,7 @@ def _plain_batch(trainer: L.Trainer, index: int) -> Any:
     if any(
         isinstance(data, Iterator) for part in tree_leaves(loader) for data in (part, getattr(part, "dataset", None))
     ):
-        raise ValueError("the loader returns each batch only once")
+        raise ValueError("the loader is an iterator and returns each batch only once, so a trial would use up batches")
     with isolated_generators(loader, 0):
         for batch, *_ in itertools.islice(CombinedLoader(loader, "min_size"), index, None):
             return batch
@@ -326,23 +327,23 @@ def has_forward(module: L.LightningModule) -> bool:
 def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
     """Context in which a module's ``forward`` runs ``training_step``'s computation, to follow neurons through layers.
 
-    ``forward`` calls the only trained network. If there are several networks, ``forward`` runs ``training_step`` and
-    returns the loss. Yields the arguments for ``forward``, shortened to two examples if all tensors have the same
-    length.
+    If ``training_step`` calls one trained submodule, ``forward`` calls this submodule. Otherwise ``forward`` runs
+    ``training_step`` and returns the loss. Yields arguments for ``forward`` from a training batch: the first two
+    examples if all tensors have the same length, otherwise the whole batch.
     """
     advice = "write a `forward` from the inputs to the outputs used in the loss"
     try:
         trace = _trace(trainer, module)
     except _Unproven as fault:
         raise MisconfigurationException(
-            f"Expected {type(module).__name__} to have a `forward` to trace, or a `training_step` that trains one "
-            f"network, but the module has no `forward`, and {fault}: {advice}."
+            f"Expected {type(module).__name__} to have a `forward`, or a `training_step` that calls a trained "
+            f"submodule. The module has no `forward`, and {fault}: {advice}."
         ) from fault.__cause__
     networks = [name for name in trace.outermost if name in trace.trained]
     if not networks:
         raise MisconfigurationException(
-            f"Expected {type(module).__name__} to have a `forward` to trace, or a `training_step` that trains one "
-            f"network, but the module has no `forward`, and its `training_step` trains no network: {advice}."
+            f"Expected {type(module).__name__} to have a `forward`, or a `training_step` that calls a trained "
+            f"submodule. The module has no `forward`, and its `training_step` calls no trained submodule: {advice}."
         )
     with ExitStack() as stack:
         if len(networks) == 1:

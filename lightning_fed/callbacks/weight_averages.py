@@ -56,10 +56,11 @@ _AFTER_ROUNDS = (
 
 
 class WeightAverages(FederatedCallback):
-    """Runs a ``WeightAveraging`` callback in the clients' training, until :meth:`restore`.
+    """Adapts Lightning's ``WeightAveraging`` callback to a federation, until :meth:`restore`.
 
-    ``should_update(step_idx=s)`` is called on the client after each optimizer step. The index ``s`` counts a client's
-    steps over the rounds. ``should_update(epoch_idx=r)`` is called with the global model after round ``r``.
+    Clients average weights over steps: ``should_update(step_idx=s)`` is called after each optimizer step, and ``s``
+    counts a client's steps over the rounds. Global models are averaged over rounds: ``should_update(epoch_idx=r)`` is
+    called after round ``r``.
 
     Raises:
         MisconfigurationException: If the models of this fit cannot be averaged.
@@ -101,8 +102,8 @@ class WeightAverages(FederatedCallback):
         average = {name: value for name, value in average.items() if isinstance(value, Tensor)}
         if {name: value.shape for name, value in average.items()} != {name: x.shape for name, x in state.items()}:
             raise MisconfigurationException(
-                f"Expected {self._name} after `Federation` in the Trainer's `callbacks`, because the method changes "
-                "the module, but it comes before `Federation`."
+                f"Expected {self._name} after `Federation` in the Trainer's `callbacks`, but the callback comes first, "
+                "and has copied the module before the federated method has changed the module: put `Federation` first."
             )
         self._count: Tensor = averaging["n_averaged"]
         self._tensors = {name: average[name] for name in live_entries(self._module)}
@@ -127,8 +128,8 @@ class WeightAverages(FederatedCallback):
         for reason, is_there in reasons.items():
             if is_there:
                 raise MisconfigurationException(
-                    f"Expected a server that can average the clients' averages of weights ({self._name} updates these "
-                    f"averages after each step), but {reason}: {_AFTER_ROUNDS}."
+                    f"{self._name} averages weights over training steps on each client. The server cannot combine "
+                    f"these averages, because {reason}: {_AFTER_ROUNDS}."
                 )
 
     def _add_entries(self, tensors: State, first: int) -> None:
@@ -166,8 +167,8 @@ class WeightAverages(FederatedCallback):
             if self._methods[0].original(step_idx=step_idx):
                 raise MisconfigurationException(
                     f"Expected {self._name}.should_update to be true for a `step_idx` below {len(_TRIED_STEPS[0])}, "
-                    "or always false, because clients send the average from the first round, but the first true value "
-                    f"is for {step_idx}: {_AFTER_ROUNDS}."
+                    "or for no `step_idx`, because clients send averaged weights either from the first round on or "
+                    f"never. The first true value is for `step_idx` {step_idx}: {_AFTER_ROUNDS}."
                 )
             return False
         steps = self._base + trainer.global_step - self._first_step
@@ -191,7 +192,9 @@ class WeightAverages(FederatedCallback):
         for name, start in zip((_STEPS, _COUNT), self._starts, strict=True):
             grown = int(update.state[name]) - start if name in update.state else 0  # the server refuses missing entries
             if not 0 <= grown <= _MOST_STEPS:
-                raise BadUpdate(f"the client's {name!r} grows by {grown}, but 0 to {_MOST_STEPS} are possible")
+                raise BadUpdate(
+                    f"the client's step count {name!r} grows by {grown} in a round, but 0 to {_MOST_STEPS} are possible"
+                )
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
         """Moves averaged weights in a checkpoint to the keys that Lightning's ``WeightAveraging`` uses."""

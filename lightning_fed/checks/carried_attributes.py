@@ -67,20 +67,21 @@ _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 class CarriedAttributes:
     """Finds attributes through which one client's training affects another client's training. Raises an error or warns.
 
-    An attribute is reported if one client's training changes the attribute, and a later client's training reads the
-    value before writing. A visit is one client's training in a round. The search covers the module, submodules, the
-    user's callbacks, the Trainer's optimizers, and per-step schedulers: numbers, strings, tensors, arrays, random
-    generators, optimizers, iterators, containers, functions with variables in a closure, and objects with such
-    attributes. A callback's numbers are included if a hook writes to parameters, gradients or options for an optimizer.
-    A metric is reported if ``compute`` is called in a visit and the metric has updates from an earlier visit. Class
-    attributes, variables in the closures of methods, and global numbers are reported after changes in two visits.
+    A *visit* is one client's training in a round. An attribute is reported if one visit changes the attribute, and a
+    later visit reads the value before writing. Class attributes, variables in the closures of methods, and global
+    numbers are reported after changes in two visits. A metric is reported if ``compute`` is called in a visit and the
+    metric has updates from an earlier visit.
 
-    An optimizer stored in an attribute starts every visit without state. With several clients, an attribute that
-    changes in two visits is an error in optimizers, in schedulers, and in callbacks with an effect on training.
+    With several clients, a report is an error if the attribute changes in two visits, and belongs to an optimizer, a
+    scheduler, or a callback with an effect on training (a hook writes to parameters, gradients or options for an
+    optimizer). Otherwise a report is a warning.
 
-    The search skips layers from this package, the ``state_dict`` of optimizers and schedulers, memory with parameters
-    and buffers, and tensors with a gradient history. The search does not find other global variables, or objects nested
-    deeper than five levels.
+    The search covers attributes of the module, submodules, the user's callbacks, the Trainer's optimizers, and per-step
+    schedulers: numbers, strings, tensors, arrays, random generators, optimizers, iterators, containers, functions with
+    variables in a closure, and objects with such attributes. For callbacks without an effect on training, the search
+    covers only tensors, arrays, modules and optimizers. The search skips layers from this package, the ``state_dict``
+    of optimizers and schedulers, parameters and buffers, tensors with a gradient history, other global variables, and
+    objects nested deeper than five levels. An optimizer stored in an attribute starts every visit without state.
 
     Args:
         module: The module.
@@ -125,7 +126,7 @@ class CarriedAttributes:
         self._watch()
 
     def start_visit(self) -> None:
-        """Prepares the search before a client's training: clears the states of optimizers stored in attributes."""
+        """Starts the search in a client's training. Clears the states of optimizers stored in attributes."""
         self._clear_optimizers()
         self._num_visits += 1
         self._is_seen.clear()
@@ -153,7 +154,7 @@ class CarriedAttributes:
         return not (isinstance(owner, nn.Module) and _is_width(owner, attribute))
 
     def end_round(self, round: int) -> None:
-        """Logs attributes with values left by other clients; in optimizers, schedulers, callbacks, raises an error."""
+        """Warns of attributes that carry values between clients, or raises an error, see :class:`CarriedAttributes`."""
         self._clear_optimizers()
         known, after = self._known, self._fingerprints()
         changed = self._differences(self._before, after)
@@ -167,9 +168,9 @@ class CarriedAttributes:
         refused = sorted(name for name in again if self._is_shared and self._is_training(self._places[name][0]))
         if refused:
             raise MisconfigurationException(
-                "Expected every visit to start from the state at the round's start, but the visits of "
-                f"{type(self._module).__name__} changed and read {_listed(refused)}, so values would pass from client "
-                f"to client outside the messages: {self._advise(refused)}."
+                "Expected each client's training to start from the state at the round's start, but a client's training "
+                f"of {type(self._module).__name__} changed the attributes {_listed(refused)}, and a later client's "
+                f"training read the changed values: {self._advise(refused)}."
             )
         names = sorted((found | blind | self._read_metrics) - known.named)
         if names:

@@ -29,11 +29,11 @@ _DEPTH = 5
 def fingerprint(
     value: Any, memory: Collection[int] = (), skipped: frozenset[int] = frozenset(), depth: int = _DEPTH
 ) -> Any:
-    """Returns a value to compare instead of an attribute's value: equal attribute values have equal fingerprints.
+    """Returns a summary of an attribute's value, such as a hash. Equal values have equal summaries.
 
-    Objects are compared down to ``depth`` nested levels. An attribute that cannot be read is treated as unchanged, and
-    an iterator as changed. Generators before the first value are compared by arguments. ``memory`` contains the storage
-    addresses of parameters and buffers, and ``skipped`` the ids of excluded objects.
+    A summary covers ``depth`` levels of nested objects. An unreadable attribute counts as unchanged, and an iterator as
+    changed. For generators before the first value, the summary contains the arguments. Excluded are tensors with a
+    storage address in ``memory`` (parameters and buffers), and objects with an id in ``skipped``.
     """
     try:
         if isinstance(value, np.generic):  # NumPy's numbers compare with lists like arrays

@@ -171,7 +171,7 @@ class FolderStore(ClientStore):
             raise ClientFault("the client's stored state cannot be read") from error
         if known != digest(state):
             _log.error("The state of client %r has changed in the file: %s.", client, path)
-            raise ClientFault("the client's stored state has changed in the file")
+            raise ClientFault("the client's stored state has changed in the file since the last write: wrong checksum")
         return state or None
 
     def clients(self) -> Collection[Client]:
@@ -232,12 +232,15 @@ class FolderStore(ClientStore):
         return {"folder": str(self.folder), "run": self._run, "kept": plain_keys(self._kept_until(round))}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores a :meth:`checkpoint`. Files from ``round`` or later are ignored until this run replaces them.
+        """Restores the file references from :meth:`checkpoint`. Files from ``round`` or later are ignored.
 
-        Refuses a checkpoint with tensors, and a checkpoint with references to deleted files.
+        Refuses a checkpoint with the clients' tensors (from a store in memory), or with references to deleted files.
         """
         if state.get("clients"):
-            raise ValueError("The checkpoint contains the client state: set store=None.")
+            raise ValueError(
+                "The checkpoint itself contains the clients' stored tensors, because its fit had no folder as `store`, "
+                "but this fit has a folder: set store=None."
+            )
         self._run = state.get("run")
         if self._run is not None and (type(self._run) is not int or self._run < 0):
             raise ValueError(f"Expected the store's `run` in the checkpoint to be a number, but got {self._run!r}.")

@@ -44,15 +44,17 @@ _KINDS = ("_parameters", "_buffers", "_modules")
 class LocalModel:
     """Loads the models of clients into the user's module, one client after another.
 
-    Shared entries come from the broadcast, frozen entries from the server, and personal entries from the client's store
-    (at first from the server's initial values). When no client trains, the module has the global model.
+    When no client trains, the module has the global model. A client's model consists of these tensors:
 
-    Tensors outside ``state_dict`` pass no information between clients: buffers start with the round's initial values,
-    and parameters must not change. Tensors and layers added in a client's training are removed afterwards, and restored
-    after the round if all clients have added equal tensors.
-
-    Loading copies values into the module's tensors. For sliced entries (tables of which clients request rows), the
-    client's rows instead replace the parameter's data, so the whole table is in memory only once.
+    - Shared entries (parameters and buffers in ``state_dict``) have the values from the server's broadcast.
+    - Sliced entries are tables; clients receive only some rows. The rows replace the parameter's data without a copy;
+      all other values are copied into the module's tensors.
+    - Frozen entries have the server's values. Personal entries have the values from the client's store, at first the
+      server's initial values.
+    - Buffers outside ``state_dict`` have the values from the round's start. Parameters outside ``state_dict`` must not
+      change. A client's training therefore passes no information to the next client.
+    - Tensors and layers added in training are removed afterwards. If all clients add equal tensors, the tensors are
+      restored after the round.
 
     Args:
         module: The user's module.
@@ -107,10 +109,10 @@ class LocalModel:
         self.dropped = set[str]()
 
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
-        """Copies the module's shared parameters and buffers. Tables with requested rows are returned without a copy.
+        """Returns copies of the module's shared parameters and buffers, and sliced entries without a copy.
 
-        Training never writes into these tables. If ``known`` contains a tensor with the same name and values, this
-        tensor is returned instead of a copy.
+        Clients receive only some rows from a sliced entry (a table), and train copies of these rows. If ``known``
+        contains a tensor with the same name and values, this tensor is returned instead of a copy.
         """
         self._find_entries()
         known = {name: value for name, value in (known or {}).items() if name in self.entries}
@@ -121,10 +123,10 @@ class LocalModel:
         }
 
     def load_global(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the global model: shared entries from ``state``, all other entries with the server's values.
+        """Loads the global model: shared entries from ``state``, and all other entries from ``server_entries``.
 
-        The module uses the tensors of sliced entries (clients receive only some rows) without a copy, so the caller
-        must not change these tensors afterwards.
+        Sliced entries (clients receive only some rows) are not copied: the module uses the tensors in ``state``, so the
+        caller must not change these tensors afterwards.
         """
         self.load({**state, **self.server_entries})
         additions, self._additions = self._additions, {}
@@ -205,8 +207,9 @@ class LocalModel:
             rows = state.get(name, owner)
             if rows.shape[1:] != owner.shape[1:] or rows.dtype != owner.dtype:
                 raise ValueError(
-                    f"The state cannot be loaded: the rows of entry {name!r} are {rows.dtype} of shape"
-                    f" {tuple(rows.shape[1:])} instead of {owner.dtype} of shape {tuple(owner.shape[1:])}."
+                    f"The state cannot be loaded: each row of entry {name!r} has dtype {rows.dtype} and shape "
+                    f"{tuple(rows.shape[1:])}, but each row of the module's entry has dtype {owner.dtype} and shape "
+                    f"{tuple(owner.shape[1:])}."
                 )
         self._reset_unsaved()
         for _, layer, attribute, tensor in self._slots.values():  # the module's original tensor is restored
@@ -286,7 +289,7 @@ class LocalModel:
 
 
 def memory_of(stored: State) -> State:
-    """Selects the tensors of callbacks and update steps from the tensors stored for a client."""
+    """Returns the stored tensors of callbacks and update steps, without personal entries and optimizer state."""
     return without_prefix(stored, _MEMORY)
 
 

@@ -16,23 +16,24 @@ from lightning_fed.numerics.trees import copy_tree
 class LocalOptimizers:
     """Optimizers, per-step schedulers and loss scale of a round, reset before each client's training.
 
-    Every client starts from the round's state: the optimizers' initial buffers (or, with ``mode="keep"``, the buffers
-    after the client's last training), the round's hyper-parameters (learning rates set by epoch schedulers), per-batch
-    schedulers and loss scale. After the round, the schedulers resume from the client with the median number of steps,
-    and the loss scale from the median over the clients. A minority of clients cannot move the median outside the range
-    of all other clients. With one client the result equals plain training.
+    Every client starts with the round's hyper-parameters (such as learning rates from epoch schedulers), per-step
+    schedulers and loss scale. The optimizers' buffers (such as momentum) have the initial values or, with
+    ``mode="keep"``, the values after the client's last training. After the round, the per-step schedulers continue from
+    the client with the median number of steps, and the loss scale is the median over the clients. A minority of clients
+    cannot move a median outside the range of all other clients. With one client the result equals plain training.
 
     Args:
         optimizers: The optimizers.
-        step_schedulers: Learning-rate schedulers with a step per batch.
+        step_schedulers: Learning-rate schedulers that step after every batch.
         scaler: Object with the loss scale, with ``state_dict`` and ``load_state_dict``.
-        mode: ``"reset"``, ``"keep"``, or ``"continue"`` in a fit equal to plain training, which restores state only
-            after a round without an update.
-        epoch_schedulers: Schedulers that the Trainer steps at the round's last batch. An epoch scheduler that shares an
-            optimizer with ``step_schedulers`` resumes from the same client's final state.
+        mode: ``"reset"`` or ``"keep"`` (see above), or ``"continue"`` for a fit equal to plain training. Then states
+            return to the round's start only after a round without a valid update.
+        epoch_schedulers: Schedulers that the Trainer steps at the round's last batch. If an epoch scheduler and a
+            per-step scheduler share an optimizer, both continue from the same client.
 
     Attributes:
-        finals: Final scheduler states, by the client's index in the round; empty without schedulers and loss scale.
+        finals: Scheduler states and loss scale after each client's training, by the client's position in the round;
+            empty without schedulers and loss scale.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class LocalOptimizers:
     ) -> None:
         """Resets optimizers, schedulers and loss scale to the round's start, then loads the client's optimizer state.
 
-        ``packed`` is this optimizer state. ``rows`` lists pairs (parameter, row indices) for partly received tables.
+        ``packed`` is the optimizer state from the client's last training. ``rows`` lists pairs (parameter, row indices)
+        for parameters of which the client received only some rows: the initial buffers are cut to these rows.
         """
         if self.mode == "continue":
             return
@@ -92,8 +94,8 @@ class LocalOptimizers:
     def end_round(self, counting: Collection[int]) -> None:
         """Resets the optimizers' buffers after a round, but retains learning rates set by epoch schedulers.
 
-        ``counting`` contains the round's indices of clients with a valid update. Schedulers continue with the state
-        after the training whose number of steps is the (lower) median.
+        ``counting`` contains the positions, in the round, of the clients with a valid update. Per-step schedulers
+        continue from the client with the (lower) median number of steps among these clients.
         """
         if self.mode == "continue" and counting:
             return

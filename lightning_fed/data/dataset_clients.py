@@ -182,7 +182,7 @@ class ClientSource(Dataset[Any]):
         try:
             return self._fetch(request)
         except StopIteration as error:  # StopIteration would look like the end of all clients' data
-            raise RuntimeError("StopIteration, which only an iterator may raise") from error
+            raise RuntimeError("a data set or `collate_fn` raised StopIteration: raise another exception") from error
 
     def _fetch(self, request: BatchRequest) -> Any:
         if isinstance(request.positions, Exception):

@@ -60,9 +60,9 @@ class LoaderClients(Population):
     def num_samples(self, client: Client) -> int:
         """Number of the client's examples: the sampler's or data set's length, otherwise counted in one pass.
 
-        A custom sampler's length takes precedence, because a geographic sampler draws many windows from few files. For
-        several loaders, the loader that ends the pass determines the number. For a loader without length, the batches
-        in a visit determine the number.
+        A custom sampler's length takes precedence over the data set's length, because such a sampler may draw many
+        examples (geographic windows) from few files. For several dataloaders, the longest counts (in mode
+        ``"min_size"`` the shortest). For a dataloader without length, the number is ``local_steps`` times batch size.
         """
         return self._count(client, self._loader(client))
 
@@ -240,7 +240,7 @@ class _Streams:
 
     @property
     def leading(self) -> int:
-        """Index of the dataloader at the end of a pass: the shortest in mode ``"min_size"``, else the longest."""
+        """Index of the longest dataloader (the shortest in mode ``"min_size"``). A pass ends with this dataloader."""
         lengths = [math.inf if (length := sized_len(stream)) is None else length for stream in self.streams]
         return lengths.index(min(lengths) if self.mode == "min_size" else max(lengths))
 
@@ -287,9 +287,9 @@ def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
     """
     if any(getattr(part, "persistent_workers", False) for part in _parts(loader)):
         raise ValueError(
-            "Expected a loader for a pass outside training, but its workers are persistent and allow only one pass "
-            "at a time: set `persistent_workers=False` (or measure prototypes with passes='online', or pass the "
-            "clients' `classes` to `SampledSoftmax`)"
+            "Expected a loader without persistent workers, because the client's examples are also read outside "
+            "training, and persistent workers allow only one pass at a time: set `persistent_workers=False` (for "
+            "prototypes alternatively passes='online', for `SampledSoftmax` the clients' `classes`)"
         )
     with seeded_own_generators(_owners(loader), seed):
         yield

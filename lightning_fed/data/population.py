@@ -32,7 +32,7 @@ LONGEST_NAME = 1000
 
 @dataclass
 class PlannedVisit:
-    """A visit (one client's training in a round), with the size of the client's data, and the progress.
+    """A visit (one client's training in a round), with the size of the client's data, and the training progress.
 
     Args:
         visit: The visit as scheduled.
@@ -44,9 +44,9 @@ class PlannedVisit:
         epoch_batches: Batches in one pass over the client's data; ``None`` if the data have no length.
         pass_batches: Number of batches in each pass, if a sampler returns passes with different lengths; otherwise
             empty.
-        is_over: Whether the client has sent the update before the last batch.
-        is_stream: Whether the visit ends when the client's dataloader ends.
-        is_counted: Whether to count examples during the first pass.
+        is_over: Whether the client's training has ended early, so the remaining batches are skipped.
+        is_stream: Whether the visit ends when the client's dataloader ends, because the dataloader has no length.
+        is_counted: Whether ``num_samples`` is unknown at first, and counted during the first pass.
     """
 
     visit: Visit
@@ -136,12 +136,12 @@ class Population(ABC):
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Yields the batches for several visits (a client's training in a round): ``num_batches`` items per visit.
+        """Yields ``num_batches`` items for each visit (a client's training in a round).
 
-        An item can be an error. Afterwards, or if the visit's ``fault`` is set, the caller ignores further items of the
-        visit. If ``isolated``, iterators of other calls continue unaffected, and ``drop_last`` has no effect.
-        ``groups`` are ranges of visit indices: the visits in a group yield their batches in turn. By default one visit
-        follows another.
+        An item contains a batch or an exception. After an exception, or if the visit's ``fault`` is set, the caller
+        ignores the visit's remaining items. ``isolated`` is for a pass outside training: iterators from other calls are
+        not disturbed, and data sets are read without ``drop_last``. ``groups`` are ranges of visit indices: the visits
+        in a group yield batches in turn. By default one visit follows another.
         """
 
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
@@ -181,11 +181,11 @@ class Population(ABC):
             _log.warning(text, origin, client, trace)
 
     def is_counted(self, client: Client) -> bool:
-        """True if a fit's only client has data without length: the first pass then counts the examples."""
+        """True if this is the fit's only client, and the data have no length: the first pass counts the examples."""
         return False
 
     def gives_all(self, client: Client) -> bool:
-        """True if a pass without training contains all examples of a client, despite ``drop_last``."""
+        """True if a pass outside training reads all of the client's examples, even with ``drop_last`` in training."""
         return True
 
     def close(self) -> None:  # noqa: B027 - optional
@@ -204,7 +204,7 @@ def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
 
 
 def sequential_groups(visits: Sequence[Any]) -> list[range]:
-    """Groups the round's clients (by index) for training one after another: a group for each client."""
+    """Returns a group (range of indices) for each client, for training one client after another."""
     return [range(position, position + 1) for position in range(len(visits))]
 
 
@@ -407,10 +407,10 @@ KnownClasses: TypeAlias = dict[Any, tuple[Any, str]]
 
 
 def check_class_numbers(known: KnownClasses, client: Client | None, data: Any, stage: str = "training") -> None:
-    """Adds a client's class numbers to ``known``, from the attribute ``class_to_idx`` in image folders.
+    """Checks that all clients number the classes equally. Adds this client's class numbers to ``known``.
 
-    Refuses a class with two numbers, and a number with two classes. An image folder numbers only existing classes, so
-    with different folders on two sites, equal numbers may stand for different classes.
+    Reads the attribute ``class_to_idx`` (image folders). Refuses a class with two numbers, and a number with two
+    classes. An image folder numbers only existing classes, so a class missing at one site changes the numbers there.
     """
     place = f"the {stage} data" if client is None else f"client {client!r}"
     if client is not None and stage != "training":

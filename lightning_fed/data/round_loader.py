@@ -21,8 +21,8 @@ class RoundLoader:
     """Iterable over the training batches of a round, one client after another.
 
     The loader is a plain iterable with a length, because Lightning does not modify such loaders. Lightning calls
-    ``iter`` twice in every epoch after the first, so an iterator does nothing before the first ``next``. After a
-    failure the client's remaining batches are ``None``, which Lightning skips.
+    ``iter`` twice in every epoch after the first, so data are read only from the first ``next`` on. After a failure the
+    client's remaining batches are ``None``, which Lightning skips.
 
     With several processes, each process serves some of the clients, padded to the same number of batches.
 
@@ -32,18 +32,18 @@ class RoundLoader:
         limit: Maximum number of batches in the round (``limit_train_batches``).
         process_group: The processes that share the round.
         visit_costs: Expected training time by client; by default proportional to the batches.
-        clock: Time limit for a client's training, except simultaneous training; by default no limit.
+        clock: Time limit for each client's training, by default none. Simultaneous training has no limit.
 
     Attributes:
         visits: The planned trainings in this process, one per client, in order.
         failed: Clients without usable data, with the reason.
-        group: The visits of the last batch: one visit, or simultaneous visits in a subclass. Empty before the first
-            visit and after the last one.
-        interrupting: Function that returns a context: code inside is interrupted after the visit's time limit.
-        batches_left: Remaining batches in the group; after the last visit, the remaining padding.
+        group: The visits (one client's training) with the latest batch: one visit, or simultaneous visits in a
+            subclass. Empty before the first visit and after the last one.
+        interrupting: Function that returns a context. After the visit's time limit, the code inside is interrupted.
+        batches_left: Remaining batches in the group; after the last visit, the remaining ``None`` batches.
         num_skipped: Number of batches trained before the checkpoint of a resumed fit. The loader reads and skips these
             batches, then calls ``on_skipped``.
-        padding: The number of ``None`` batches after the last visit.
+        padding: The number of ``None`` batches after the last visit, for equally many batches in all processes.
         on_start: Function called before the first batch is fetched.
         on_visit: Function called at the start of every visit, or visit group.
         on_end: Function called with the last batch of a loader without length, before the loader returns the batch.
@@ -146,7 +146,7 @@ class RoundLoader:
 
     @property
     def epoch_position(self) -> tuple[int, bool] | None:
-        """Index of the latest batch in the client's local epoch, and whether the epoch or the training has ended."""
+        """Latest batch's index in the client's local epoch, and whether the epoch or training ends with this batch."""
         if not self.group:
             return None
         planned = self.group[0]

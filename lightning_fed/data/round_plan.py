@@ -178,7 +178,9 @@ def _take_share(
 
 
 class VisitCosts:
-    """Seconds per batch in each client's latest visit, to estimate later visits. New clients count with the mean.
+    """Measured seconds per batch in each client's latest training, to estimate the duration of later training.
+
+    Clients without a measurement count with the mean, or with 1 second per batch if all clients have no measurement.
 
     Example:
         >>> from lightning_fed.server.schedule import Visit

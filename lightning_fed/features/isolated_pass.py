@@ -135,7 +135,7 @@ def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Compares two attribute values from :func:`noted_attributes`."""
+    """True if two attribute values from :func:`noted_attributes` are equal, so the attribute has not changed."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     if type(one) is not type(other):

@@ -139,7 +139,9 @@ class FeatureTap:
         features = next((value for value in map(_last_map, values) if value is not None), None)
         if features is None:
             kinds = ", ".join(type(value).__name__ for value in values)
-            raise ValueError(f"Expected a tensor as {self.layer}, but got {kinds or 'no tensor'}: name another layer.")
+            raise ValueError(
+                f"Expected {self.layer} to be a tensor, but got {kinds or 'no tensor'}: name another feature layer."
+            )
         features = features.detach()
         self.features = features.movedim(-1, 1) if self._channels_last and features.ndim > 2 else features
         if self.on_features is not None:
@@ -150,13 +152,14 @@ class FeatureTap:
 def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]:
     """Context manager that yields a :class:`FeatureTap`, to read a layer's features in forward passes.
 
-    A model that was compiled before the context does not call the hook, unless :func:`without_compiled_code` is active.
+    The tap is a forward hook. A model compiled before the context skips this hook, unless
+    :func:`without_compiled_code` is active.
 
     Args:
         module: Model, or a module with the model inside.
-        layer: The layer, and whether to read inputs or outputs. Reads the first of several inputs, the last of an
-            encoder's feature maps, and the entry ``"out"`` of a dictionary. Channels are last for linear layers,
-            otherwise second.
+        layer: The layer, and whether to read the input or output. Several inputs: reads the first. A list, such as an
+            encoder's feature maps: reads the last. A dictionary: reads ``"out"``, or else the last value. The channel
+            axis is the last axis for linear layers, otherwise the second.
 
     Raises:
         ValueError: If the layer does not exist.
@@ -208,10 +211,11 @@ def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 
 
 def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Yields all submodules with names, except metrics and untrained networks, such as a teacher.
+    """Yields all submodules with names, except metrics and frozen networks, such as the teacher in distillation.
 
-    An untrained network is a layer whose children have parameters, all untrained. ``optimized`` contains ids of trained
-    parameters, by default all parameters with gradients. If no parameter is trained, all modules are yielded.
+    A frozen network is a submodule with layers inside and no trained parameter; a single frozen layer is yielded.
+    ``optimized`` contains the ids of trained parameters, by default all parameters that require gradients. If the whole
+    module has no trained parameter, nothing counts as frozen.
     """
     trained = set(optimized) or {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     dropped: list[str] = []

@@ -122,15 +122,15 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
     for window in windows:
         for planned in visits[:-1]:
             if planned.num_batches % window:
-                visit = f"the visit of client {planned.visit.client!r} has {planned.num_batches}"
+                visit = f"the local training of client {planned.visit.client!r} has {planned.num_batches}"
                 _refuse_window(window, visit, "clients")
 
 
 def _refuse_window(window: int, odd: str, between: str) -> None:
     raise MisconfigurationException(
-        f"Expected windows of {window} batches (`accumulate_grad_batches`) to divide the number of batches, but {odd} "
-        f"batches: a step would use batches from two {between}. Set `local_steps` to a multiple of {window} (without "
-        f"stragglers), or use a {window} times larger batch size instead."
+        f"Expected `accumulate_grad_batches` ({window}) to divide the number of batches, but {odd} batches: an "
+        f"optimizer step would use batches from two {between}. Set `local_steps` to a multiple of {window} (only if no "
+        f"client is a straggler), or use a {window} times larger batch size instead of accumulation."
     )
 
 
@@ -147,7 +147,10 @@ def _check_shares(trainer: L.Trainer, *names: str) -> None:
 def validate_after_rounds(
     trainer: L.Trainer, visits: Sequence[PlannedVisit], known: dict[float, int], revert: Callable[..., object]
 ) -> None:
-    """Converts ``val_check_interval`` from batches to rounds. ``known`` caches the number of rounds by interval."""
+    """Sets the Trainer to validate between rounds: converts ``val_check_interval`` from batches to a number of rounds.
+
+    ``known`` caches the number of rounds by interval. ``revert`` registers calls that restore the Trainer's settings.
+    """
     interval, every = getattr(trainer, "val_check_interval", None), trainer.check_val_every_n_epoch
     if interval is None:
         raise MisconfigurationException(
@@ -198,8 +201,9 @@ def _check_optimizers(trainer: L.Trainer, keeps_optimizers: bool) -> None:
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and (config.frequency != 1 or config.reduce_on_plateau):
             raise MisconfigurationException(
-                "A per-step scheduler with a `frequency`, or `ReduceLROnPlateau`, would follow batches across clients: "
-                "use frequency=1 (the scheduler restarts in every visit) or interval='epoch' (per round), but got "
+                "A per-step scheduler restarts in each client's local training, so `frequency` and `ReduceLROnPlateau` "
+                "cannot count batches across clients: use frequency=1 with another scheduler, or interval='epoch' (one "
+                "step per round), but got "
                 f"frequency={config.frequency} and {type(config.scheduler).__name__}."
             )
 
@@ -263,8 +267,8 @@ def check_model(state: Mapping[str, Tensor]) -> None:
     if fault is not None:
         raise MisconfigurationException(
             f"The fit would start from a model that no client can train: {fault}. If the model comes from a "
-            "checkpoint, resume from an earlier one. A constant with infinite values need not be sent: make it a "
-            "buffer, or name it in `frozen`."
+            "checkpoint, resume from an earlier one. If the tensor is a constant with infinite values, register the "
+            "tensor as a buffer (such buffers are not sent to clients), or name the tensor in `frozen`."
         )
 
 
@@ -299,9 +303,9 @@ def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
     new = ", ".join(now.values()) or "none"
     if then is None or list(then.items()) != list(now.items()):
         raise ValueError(
-            f"Expected the update steps of the checkpoint, {old}, but got {new}: bounds, noise and epsilon would not "
-            "hold for the whole fit. Resume with the same steps, or start a new fit from the model's weights, to "
-            f"which the old epsilon does not apply: {_LOAD_WEIGHTS}."
+            f"Expected the update steps of the checkpoint, {old}, but got {new}. With other steps, bounds, noise and "
+            "epsilon would not hold for the whole fit. Resume with the same steps, or start a new fit from the "
+            f"model's weights (the new epsilon does not include the old rounds): {_LOAD_WEIGHTS}."
         )
 
 

@@ -37,10 +37,10 @@ def decide_policies(
 ) -> dict[str, Policy]:
     """Determines the policy of each state dict entry (shared, sliced, personal or frozen), and logs personal entries.
 
-    With ``batch_norm="personal"``, BatchNorm layers are personal. With :class:`~lightning_fed.LocalStatistics`, running
-    statistics measured during training are personal. Running statistics measured after the aggregation are shared if
-    clients report statistics to the server, and frozen if not. With ``"frozen"``, running statistics are frozen.
-    Clients receive only some rows of ``sliced`` entries.
+    Clients receive only some rows of ``sliced`` entries. ``batch_norm`` can change the policies of BatchNorm layers.
+    With ``"personal"``, all entries of these layers are personal. With ``"frozen"``, running statistics are frozen.
+    With :class:`~lightning_fed.LocalStatistics`, running statistics are personal if measured in a ``"visit"``. If
+    measured after the ``"aggregation"``, running statistics are frozen or, with ``unseen="pooled"``, shared.
 
     Raises:
         ValueError: If a selector matches nothing, ``batch_norm`` requires BatchNorm layers and the model has none, an
@@ -123,7 +123,7 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
 
 
 def warn_of_filled(names: Collection[str]) -> None:
-    """Warns that clients changed buffers with NaN or infinite initial values. The server never sends such buffers."""
+    """Warns that values written into these buffers are lost: buffers with initial NaN or infinity are not sent."""
     _log.warning(
         "Visits write into %d buffers that are not sent, because the buffers started with NaN or infinite values "
         "(%s). The written values are lost. To average the buffers, set finite values before the fit. To keep separate "

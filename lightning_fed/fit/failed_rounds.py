@@ -39,13 +39,14 @@ class FailedRounds:
         errors: Mapping[Client, Exception] | None = None,
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Counts a round without a new global model. ``errors``: exceptions of failed clients in this process.
+        """Counts a round without a new global model, and raises an error after ``limit`` such rounds in succession.
+
+        Rounds with fewer than ``min_clients`` clients due to dropouts do not count. ``errors``: only of this process.
 
         Raises:
             Exception: If all clients of the round (at least two, or the federation's only client) fail with exceptions
-                of one type. The first exception is raised, or a ``RuntimeError`` if the exception occurred in another
-                process.
-            RuntimeError: If ``limit`` (if not ``None``) consecutive rounds have failed.
+                of one type: the first exception, or a ``RuntimeError`` if the exception occurred in another process.
+            RuntimeError: If ``limit`` consecutive rounds have failed. With ``limit=None`` no error is raised.
         """
         num_reports = len(report.received) + len(report.failed)
         if num_reports < min_clients and (report.received or not report.failed):  # dropouts

@@ -70,15 +70,15 @@ class RemoteSide(ABC):
 
     @abstractmethod
     def exchange(self, round: Any) -> None:
-        """Exchanges a round's messages with other machines, after all training in this process for the round."""
+        """On the server: sends the round's broadcasts, and receives updates. On a client: prepares the answer."""
 
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
     ) -> list[tuple[Client, State]]:
-        """Collects statistics of BatchNorm inputs from remote clients, as pairs of client and statistics.
+        """Returns statistics of BatchNorm inputs, measured by remote clients, as pairs of client and statistics.
 
-        ``send`` creates a client's broadcast. A client without answer is excluded. On a client's machine the result is
-        empty.
+        Asks the clients in ``visits``; ``send`` creates a client's broadcast. The result lacks clients without an
+        answer. On a client's machine, no client is asked, and the result is empty.
         """
         return []
 
@@ -103,16 +103,17 @@ class BatchNormState:
 
     Args:
         option: The user's option ``batch_norm``.
-        treatment: The option in use: equals ``option``, except if only one choice is possible for ``"auto"``.
-        decision: Decision of ``"auto"``: ``"own"`` or ``"pooled"`` statistics; empty before the decision.
+        treatment: Equals ``option``, or is ``LocalStatistics()`` if ``"auto"`` permits no other choice in this fit.
+        decision: Choice made by ``"auto"`` in the fit: each client's ``"own"`` statistics, or ``"pooled"`` statistics;
+            empty before the choice.
         is_alone: Whether the federation has a single client.
-        initial_statistics: Running statistics at the start of a client's first visit, if clients measure statistics in
-            visits.
-        num_measured: Number of rounds with reported statistics.
-        reports: Latest reported statistics by client, until there are enough reports for the decision.
+        initial_statistics: Running statistics for the start of each client's first training; only used with
+            ``LocalStatistics("pooled", "visit")``.
+        num_measured: Number of rounds with reported statistics, up to this choice.
+        reports: Latest statistics reported by each client, until enough clients have reported for the choice.
         model_round: Index of the last round with a new global model; -1 before such a round.
         norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
-        served_client: Outside training, the client whose statistics are in the module, or ``None``.
+        served_client: In an evaluation, the client whose separate statistics are in the module, or ``None``.
     """
 
     option: BatchNormOption
@@ -352,7 +353,7 @@ class FederatedFit:
 
 
 def describe_start(fit: FederatedFit, method: str, at_once: int) -> str:
-    """Formats a line for the start of a fit: method, clients, shared entries, and clients trained ``at_once``."""
+    """Formats the log line at a fit's start (method, clients, bytes, ...); ``at_once`` clients train simultaneously."""
     clients, trainer = len(fit.population.clients), fit.trainer
     counts = Counter[str](fit.policies.values())
     entries = live_entries(fit.module)

@@ -24,13 +24,13 @@ class LocalStatistics:
     clients with a ResNet-18. For so many clients set ``store`` to a folder path.
 
     Args:
-        unseen: Statistics for data that belong to no client: from each ``"batch"``, from all ``"data"`` in a
-            loader, measured in a pass without labels before the evaluation (AdaBN, Li et al. 2016), or ``"pooled"``
-            over the round's clients, at the cost of ``batch_norm="recalibrate"``.
+        unseen: Statistics for data that belong to no client. ``"batch"``: statistics of each batch. ``"data"``:
+            statistics of the whole loader, measured in a pass without labels before the evaluation (AdaBN, Li et al.
+            2016). ``"pooled"``: statistics pooled over the round's clients, with the costs of
+            ``batch_norm="recalibrate"``.
         measured: Time of the measurement: ``"aggregation"`` (after the aggregation, with the new weights) or
-            ``"visit"`` (during the client's training, while the weights change, as in SiloBN). Statistics from a visit
-            do not
-            match any shared weights.
+            ``"visit"`` (during the client's training, while the weights change, as in SiloBN). Statistics from training
+            do not match any shared weights.
 
     Example:
         >>> from lightning_fed import Federation
@@ -116,8 +116,8 @@ class FitOptions:
     """Checked options for a fit from :func:`build_options`, documented in :class:`~lightning_fed.callbacks.Federation`.
 
     Args:
-        visits_at_once: The option ``visits``, if clients train at the same time; ``None`` if not.
-        visits_one_by_one: Loop for visits one by one: ``"fused"`` (the package's), ``"lightning"`` or ``"auto"``.
+        visits_at_once: Object for training several clients simultaneously, such as ``Vectorized(8)``, or ``None``.
+        visits_one_by_one: Training loop for one client: ``"fused"`` (the package's), ``"lightning"`` or ``"auto"``.
         has_personal_entries: Whether an option makes entries personal.
     """
 

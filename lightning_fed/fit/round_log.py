@@ -39,17 +39,18 @@ class RoundLog:
     ``fed/update_norm``, ``fed/global_update_norm``, ``fed/drift``, ``fed/batch_norm_shift``, ``comm/up_bytes``,
     ``comm/down_bytes``, ``comm/total_up_bytes`` and ``comm/total_down_bytes``.
 
-    The mean over the clients' ``metrics`` is logged as ``clients/<name>``, so that a client cannot change other logged
-    values. Logged are at most 64 names per client and round, and 256 names per fit (more frequent names first). Values
-    must be finite, and names have up to 100 letters, digits and ``._-/``. Other numbers are skipped, and the log
-    reports the count.
+    Clients send numbers as ``metrics`` in the update. The mean over the clients is logged as ``clients/<name>``; with
+    this prefix, a client's number cannot replace another logged value. The log contains at most 64 names per client and
+    round, and 256 names per fit; names sent by more clients take precedence. Only finite values are logged, and names
+    with up to 100 letters, digits and ``._-/``. A warning appears if numbers are not logged.
 
-    Callbacks can monitor the latest value of every name. The aggregator's names and ``client/<id>/...`` may change
-    between rounds; names from earlier rounds are removed.
+    Callbacks can monitor the latest value of every name. If the aggregator or the clients (``client/<id>/...``) log
+    other names than in the round before, the old names are removed.
 
     Attributes:
         totals: Sums over the finished rounds in this process: ``rounds``, ``clients`` with aggregated updates,
-            ``failed`` and ``dropped`` clients, ``up_bytes`` and ``down_bytes``, skipped ``numbers`` from clients.
+            ``failed`` and ``dropped`` clients, ``up_bytes`` and ``down_bytes``, ``numbers`` from clients that were not
+            logged.
         total_up_bytes: Bytes in all updates since the first round.
         total_down_bytes: Bytes in all broadcasts since the first round.
     """
@@ -131,9 +132,10 @@ class RoundLog:
     def put(
         self, trainer: L.Trainer, round: int, values: Mapping[str, float], passing: Mapping[str, Iterable[str]] = {}
     ) -> None:
-        """Logs ``values`` by name for a round. ``passing`` maps a source to names of logged values.
+        """Logs ``values`` by name for a round. ``passing`` lists the names that may be missing in the next rounds.
 
-        A name that the source logged in an earlier round, but not in this round, is removed from the logged metrics.
+        The keys of ``passing`` are sources, such as ``"aggregator"``. If a source logs values again, the names
+        missing this time are removed from the logged metrics.
         """
         for kind, names in passing.items():
             self._replace(trainer, kind, names)
@@ -230,7 +232,7 @@ def describe_end(
 
 
 def files_of(trainer: L.Trainer) -> dict[str, str]:
-    """Maps row titles to the paths of a fit's logs and checkpoints, with the score of the best checkpoint."""
+    """Returns rows (title and path) for a fit's logs and checkpoints; the best checkpoint's row also has the score."""
     rows = {}
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:

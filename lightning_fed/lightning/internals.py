@@ -47,8 +47,8 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 class OverriddenMethod:
     """Replaces a method on a user's object until :meth:`restore`; ``original`` is the replaced method.
 
-    A copy of the object (``copy.deepcopy(module)``) has the original method. Requires that Lightning looks up hooks on
-    the instance, and follows ``__wrapped__`` to check for an overridden hook.
+    A copy of the object (``copy.deepcopy(module)``) has the original method. The class relies on two details of
+    Lightning: hooks are looked up on the instance, and the check for an overridden hook follows ``__wrapped__``.
     """
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -75,9 +75,9 @@ class OverriddenMethod:
 
 @contextmanager
 def ignored_warning(message: str, module: str = "") -> Iterator[None]:
-    """Context that suppresses a warning, given by regular expressions for the start of the message and the module.
+    """Context that ignores a warning. Regular expressions match the message's start and the ``module``'s name.
 
-    Filters added inside the context remain. Requires that ``warnings.filters`` is a list, with the latest filter first.
+    Keeps other filters added inside. Requires that ``warnings.filters`` is a list with the latest filter first.
     """
     # With a comment, because otherwise an equal filter of the user or an outer fit would be replaced.
     warnings.filterwarnings("ignore", f"(?#{next(_numbers)}){message}", module=module)
@@ -237,9 +237,9 @@ def exchange_max_steps(trainer: L.Trainer, steps: int) -> int:
 
 
 def forget_length(trainer: L.Trainer) -> None:
-    """Makes the length of an epoch unknown, as for an iterable, so Lightning validates after the last batch.
+    """Sets the length of an epoch to infinity, as for an iterable, so Lightning validates only after the last batch.
 
-    The fit loop stores the number of batches, and the Trainer the number of batches between validations.
+    The length is stored in the fit loop, and as the number of batches between validations in the Trainer.
     """
     trainer.fit_loop.max_batches = float("inf")
     if trainer.val_check_interval == 1.0 and not isinstance(trainer.val_check_interval, int):
@@ -266,8 +266,9 @@ def fit_progress(trainer: L.Trainer) -> dict[str, Any]:
 def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mapping[str, Any], window: int) -> None:
     """Resets a checkpoint to the start of an epoch. ``global_step`` and ``progress`` are the values at this start.
 
-    Lightning resumes at the batch index in ``epoch_loop.batch_progress``. If ``current.ready`` is 0, Lightning assumes
-    the end of an epoch, so the function sets 1. ``window`` is the number of batches per optimizer step.
+    Lightning resumes at the batch index ``current.ready`` in ``epoch_loop.batch_progress``, but treats 0 as the end of
+    an epoch. The function therefore changes 0 to 1. With ``window=1`` (batches per optimizer step), Lightning would
+    count a batch twice for loggers, so the function also subtracts 1 from :func:`log_position`.
     """
     checkpoint["global_step"], loop = global_step, copy.deepcopy(progress)
     checkpoint["loops"]["fit_loop"] = loop
@@ -282,7 +283,7 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
 def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
     """Marks the epoch in a checkpoint as complete, so that a resumed Trainer begins the next epoch.
 
-    ``is_counted`` is true if Lightning has already added the last batch to the log's x-axis, after validation.
+    ``is_counted`` is true if :func:`log_position` already includes the last batch, as after the validation.
     """
     loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
@@ -300,7 +301,7 @@ def validates_after_batch(trainer: L.Trainer) -> bool:
 
 
 def await_validation(checkpoint: dict[str, Any]) -> None:
-    """Changes a checkpoint saved after an epoch's last batch: Lightning will resume with the validation."""
+    """Changes a checkpoint saved after an epoch's last batch, so that a resumed fit starts with the validation."""
     loop = checkpoint["loops"]["fit_loop"]
     _advance(loop["epoch_loop.batch_progress"], "completed")
     for counts in (loop["epoch_loop.val_loop.batch_progress"][part] for part in ("total", "current")):
@@ -320,9 +321,9 @@ def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
 
 
 def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
-    """Adds ``count`` optimizer steps from other processes to ``trainer.global_step`` and to the step for loggers.
+    """Adds ``count`` optimizer steps from other processes to ``trainer.global_step`` and to :func:`log_position`.
 
-    ``global_step`` is the sum of automatic and manual optimization steps, and a fit uses either kind.
+    ``global_step`` is the count of steps in automatic or manual optimization. The function changes both counts.
     """
     move_log_position(trainer, count)
     loop = trainer.fit_loop.epoch_loop
@@ -359,7 +360,7 @@ def log_position(trainer: L.Trainer) -> int:
 
 
 def move_log_position(trainer: L.Trainer, count: int) -> None:
-    """Adds ``count`` to :func:`log_position`. Lightning also adds 1 for every batch, even for a ``None`` batch."""
+    """Adds ``count`` to :func:`log_position`; a negative count undoes Lightning's increments for ``None`` batches."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += count  # noqa: SLF001
 
 
@@ -382,9 +383,9 @@ def loss_scaler_key(trainer: L.Trainer) -> str:
 
 
 def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
-    """Returns the scale of gradients in ``on_before_optimizer_step``: 1, unless the optimizer unscales gradients later.
+    """Returns the scale of gradients in ``on_before_optimizer_step``: the loss scale for fused optimizers, otherwise 1.
 
-    ``torch.amp.GradScaler`` recognises such (fused) optimizers by a private attribute.
+    Fused optimizers unscale in ``step``. ``torch.amp.GradScaler`` recognises these optimizers by a private attribute.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):

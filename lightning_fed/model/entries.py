@@ -173,7 +173,7 @@ def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
 def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
     """Raises an error if a trained tensor (in a module or in ``optimizers``) is not in ``module.state_dict()``.
 
-    Refuses lazy layers, running statistics without an entry in a layer that trains, and entries that overlap in memory.
+    Also refuses lazy layers, entries with partly shared memory, and running statistics missing from the state dict.
     """
     slots, owner = tensor_slots(module), type(module).__name__
     lazy = [slot.path for slot in slots if is_lazy(slot.tensor)]
@@ -192,9 +192,9 @@ def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> No
     ]
     if missing:
         raise OptionError(
-            f"Expected `{owner}.state_dict()` to contain the running statistics of every layer in training mode, but "
-            f"{list_first(missing)} shares no memory with such an entry, so the server would not receive the "
-            "statistics: include the statistics in `state_dict` under names that end in `.running_mean` and "
+            f"Expected `{owner}.state_dict()` to contain the running statistics of all layers in training mode, because"
+            f" the server receives only entries in the state dict. Missing statistics: {list_first(missing)}. "
+            "Include the buffers (no copies) in `state_dict` under names that end in `.running_mean` and "
             "`.running_var`, or put the layer in evaluation mode (`.eval()`)."
         )
     _check_optimizers(owner, optimizers, [*names, *entries.values()])
@@ -256,7 +256,7 @@ def trainable_entries(module: nn.Module) -> frozenset[str]:
 def untrained_entries(module: nn.Module) -> frozenset[str]:
     """Names of entries unchanged by training: parameters without gradients, and buffers in layers in evaluation mode.
 
-    Only the module's code may write to these entries.
+    Only the module's own code, such as ``forward``, can change these entries during training.
     """
     names = entry_names(module)
     untrained: set[Tensor] = {parameter for parameter in module.parameters() if not parameter.requires_grad}
@@ -401,10 +401,10 @@ def entry_policies(
 
 
 def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[Selector], option: str) -> set[str]:
-    """Returns state dict entries that match any selector (name pattern or module type). ``option``: for error messages.
+    """Returns the state dict entries that match any selector (:data:`Selector`). Error messages name ``option``.
 
     Raises:
-        ValueError: If a selector matches nothing, or matches a tied entry but not its first name.
+        ValueError: If a selector matches nothing, or only a later name of a tied tensor (one tensor, several names).
     """
     names = list(names)
     tied = tied_names({name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)})
@@ -423,8 +423,9 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
             for name, layer in first_layers.items():
                 if name in selected and layer not in inner:
                     raise OptionError(
-                        f"Expected `{option}` to match tied entries by their first layer, but {selector.__name__} "
-                        f"matches a later layer of {name!r} and not the first layer, {type(layer).__name__}."
+                        f"Expected `{option}` to select a tied tensor by the first layer with this tensor, but "
+                        f"{selector.__name__} matches only a later layer with {name!r}: use the first layer's type, "
+                        f"{type(layer).__name__}, or the entry's name."
                     )
         if not selected:
             raise OptionError(
@@ -435,8 +436,8 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
     for name in sorted(matched.intersection(later)):
         if later[name] not in matched:
             raise OptionError(
-                f"Expected `{option}` to match tied entries by their first name, but it matches {name!r} instead of "
-                f"{later[name]!r}, which is the same tensor."
+                f"Expected `{option}` to match a tied tensor by its first name in the state dict, but the option "
+                f"matches only the later name {name!r}: use {later[name]!r}."
             )
     return matched.difference(later)
 
@@ -494,7 +495,7 @@ def thaw_batch_norm(module: nn.Module) -> None:
 
 
 def find_measurement(module: nn.Module) -> ModuleType | None:
-    """Returns ``lightning_fed.batch_norm.measurement``, or ``None`` if no BatchNorm layer has running statistics."""
+    """Imports the code that measures BatchNorm statistics; ``None`` if no layer in ``module`` has such statistics."""
     return load_feature("lightning_fed.batch_norm.measurement") if batch_norm_layers(module) else None
 
 

@@ -69,9 +69,10 @@ class RowSums:
 
     @torch.no_grad()
     def mean(self, base: Tensor, weighting: RowWeighting = "global", total: float | None = None) -> Tensor:
-        """Returns a copy of the table ``base``, shape ``(n, *)``, with the weighted means in the added rows.
+        """Returns a copy of the table ``base``, shape ``(n, *)``; weighted means replace all rows sent by clients.
 
-        With ``weighting="global"`` the divisor is ``total``, by default the sum of all added weights.
+        A row's divisor is ``total`` with ``weighting="global"`` (by default the sum of all added weights), and the sum
+        over the clients with this row with ``"per_row"``.
         """
         check_option("row_weighting", weighting, ("global", "per_row"))
         self._merge_parts()

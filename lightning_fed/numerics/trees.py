@@ -170,7 +170,7 @@ def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 
 def join(*lists: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Groups list indices with adjacent memory in all lists. Returns for each group one flat view per list."""
+    """Groups tensors with adjacent memory in every list, and returns for each group one flat view per list."""
     return [tuple(_view_flat([values[at] for at in run]) for values in lists) for run in find_runs(*lists)]
 
 

@@ -1,4 +1,4 @@
-"""Loads client models into the module outside training: for the user's code, and for questions to the clients."""
+"""Loads clients' models into the module outside training, for ``Federation.own_models`` and ``Federation.ask``."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ _WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())  # 
 
 
 class VisitPlan(NamedTuple):
-    """Classes for running a client's training and for the dataloader, and the number of clients trained at once."""
+    """How to train a round's clients: class for the training, class for the dataloader, number of clients at once."""
 
     driver: Callable[..., VisitDriver] = VisitDriver
     loader: Callable[..., RoundLoader] = RoundLoader
@@ -87,9 +87,9 @@ class RoundLoop:
 
     Attributes:
         open_round: The current round; ``None`` between rounds.
-        plan: Whether clients train one by one, or several clients at once.
-        is_attached: True during a fit. Methods of the module and the Trainer are then replaced.
-        is_planned: True from the first round of the fit on.
+        plan: Classes for the clients' training, with one or several clients at once.
+        is_attached: True during a fit, while the federation replaces methods of the module and the Trainer.
+        is_planned: True after the first round's dataloader has been created.
         is_ready: True after the federation's hooks ``setup`` and ``on_fit_start``.
         failed_rounds: Rounds without a new model due to failed clients.
     """
@@ -218,9 +218,9 @@ class RoundLoop:
         check_trainer(fit.trainer, fit.is_plain, options.optimizer_state == "keep")
         if fit.trainer.ckpt_path is not None and then not in (None, fit.is_plain):
             raise MisconfigurationException(
-                f"The checkpoint is from a fit in which optimizers {'continue' if then else 'restart'} in each visit, "
-                f"but here the optimizers {'restart' if then else 'continue'}: resume with the same clients and "
-                "options, and the same callbacks with hooks in visits."
+                f"In the checkpoint's fit, optimizers {'continue' if then else 'restart'} at the start of a client's "
+                f"training, but in this fit they {'restart' if then else 'continue'}: resume with the same clients and "
+                "options, and with the same callbacks that have hooks in a client's training (`on_client_start`)."
             )
         self.is_ready = True
 
@@ -402,9 +402,9 @@ class RoundLoop:
             self.start_epoch()  # Lightning omits the hook in a resumed epoch
         elif num_trained or fit.rounds > trainer.current_epoch:
             raise MisconfigurationException(
-                f"The checkpoint was saved inside round {round_number(trainer.current_epoch)} (before the validation, "
-                "or before the last batch of a single client), which this fit cannot continue: resume with the "
-                "clients, options and validation settings of the fit that saved the checkpoint."
+                f"The checkpoint was saved inside round {round_number(trainer.current_epoch)}, and this fit cannot "
+                "continue the round: resume with the clients, options and validation settings of the fit that saved "
+                "the checkpoint."
             )
         fit.cohort = cohort
         if self._find_new_entries() and self.plan.loader is not RoundLoader:
@@ -476,10 +476,10 @@ class RoundLoop:
             self.cut_short()
 
     def correct_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Corrects Lightning's progress in a checkpoint, except in a fit equal to training without a federation.
+        """Changes Lightning's batch counts in a checkpoint: a resumed fit then starts at the beginning of a round.
 
-        On resuming, an incomplete round restarts from the first batch. A round saved before the validation continues
-        with the validation.
+        An incomplete round restarts from the first batch. After the last batch, the fit continues with the validation.
+        A fit equal to training without a federation (one client) keeps Lightning's counts.
         """
         if self._correct is not None and not self.fit.is_plain:
             self._correct(checkpoint)
@@ -492,7 +492,7 @@ class RoundLoop:
             complete_epoch(checkpoint, is_counted=False)
 
     def cut_short(self) -> None:
-        """Ends an unfinished round without aggregation if the fit ends early. With a single client, aggregates."""
+        """Discards the current round if the fit ends early. A fit equal to plain training keeps the partial round."""
         round = self.open_round
         if round is not None and self.fit.is_plain and round.loader.current is not None:
             round.driver.cut(round.loader.current)

@@ -5,7 +5,7 @@
 3. :meth:`Round.join`: merges the results of all processes, and waits for answers from remote clients.
    :meth:`Round.close`: aggregates, loads the global model, measures BatchNorm, and logs. Then :meth:`Round.end`.
 
-At any time :meth:`Round.abandon`, and then :meth:`Round.end`, end the round and restore the initial global model.
+At any time :meth:`Round.abandon`, and then :meth:`Round.end`, end the round and restore the round's initial model.
 """
 
 from __future__ import annotations
@@ -136,10 +136,10 @@ class Round:
         written = [name for name, count in self._count_writes().items() if count != self._writes[name]]
         if written:
             raise MisconfigurationException(
-                f"Expected untrained entries of a message to stay unchanged, but {type(self._server.rule).__name__} "
-                f"or a callback has written into {written[0]!r} ({len(written)} entries in total): all messages of a "
-                "round share these tensors (`update.unsent` names them), so replace the tensors instead of writing "
-                "into them."
+                f"Expected untrained entries in messages to stay unchanged, but {type(self._server.rule).__name__} "
+                f"or a callback has written into {written[0]!r} ({len(written)} entries in total). All messages in a "
+                "round share the tensors named in `update.unsent`: assign a new tensor instead of writing into the "
+                "shared tensor."
             )
 
     # 2. Close
@@ -252,7 +252,10 @@ class Round:
     # At any time
 
     def abandon(self) -> None:
-        """Ends the round without an aggregate, and restores the initial global model (except in a plain fit)."""
+        """Ends the round without aggregation, and restores the global model from the start of the round.
+
+        A fit equal to training without a federation (one client) keeps the trained model.
+        """
         if self._check is not None:
             self._check.stop()
         self.driver.close()
@@ -263,7 +266,7 @@ class Round:
         self._commit(())
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
-        """Replaces the client's model in a checkpoint, saved while a client trains, by the initial global model."""
+        """Writes the global model from the round's start into a checkpoint saved during a client's training."""
         state = {**self.state, **self.local.server_entries}
         # `WeightAveraging` saves the average as the model, and the model under another name.
         model = checkpoint.get("current_model_state", checkpoint["state_dict"])

@@ -1,4 +1,4 @@
-"""Trains the clients of a round one by one, from batch hooks of the module in Lightning's training loop."""
+"""Trains a round's clients one by one in Lightning's training loop: batch hooks start and end a client's training."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class VisitDriver:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Ends a batch after all callbacks. With ``visits="fused"`` (a faster loop), trains all remaining batches."""
+        """Ends a batch, after all callbacks. With fused visits, then trains more batches without Lightning's loop."""
         self._end_batch(outputs, batch, batch_idx)
         if self._batch_loop is not None:
             self._batch_loop.train_rest(self._loader, self._end_batch)

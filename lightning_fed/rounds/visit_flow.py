@@ -1,9 +1,12 @@
 """Client side and server side of one client's training in a round, as a generator.
 
-:meth:`ClientVisit.run` yields :class:`Ask` (request the global model), :class:`Step` (train on a batch) and
-:class:`Answer` (send the update). After each event the generator receives a reply: from :func:`ask_server`, from
-:mod:`lightning_fed.rounds.visit_driver`, or from :func:`answer_server`. A failed training ends with ``throw``, an
-abandoned training with ``close``.
+The generator :meth:`ClientVisit.run` yields these events, and receives a reply to each event:
+
+- :class:`Ask`: a request for the global model. :func:`ask_server` replies with the server's broadcast.
+- :class:`Step`: a training step. :mod:`lightning_fed.rounds.visit_driver` replies whether the step returned a loss.
+- :class:`Answer`: the client's update. :func:`answer_server` replies whether the update is valid.
+
+A failed training ends with the generator's ``throw``, an abandoned training with ``close``.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ class Schedule:
     for a fraction :math:`C` (McMahan et al. 2017). With the straggler fraction :math:`\delta`, a cohort with :math:`m`
     clients has :math:`m - \mathrm{round}(m (1 - \delta))` stragglers, each with a number of epochs drawn uniformly from
     1 to ``local_epochs`` - 1 (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, and the
-    published code). With ``local_steps``, the draw is over steps instead of epochs; with one epoch, over batches. Each
-    drawn client fails to report with probability ``client_dropout``.
+    published code). With ``local_steps``, a straggler's number of steps is drawn; with one local epoch, a straggler's
+    number of batches. Each drawn client drops out (never reports) with probability ``client_dropout``.
 
     Args:
         seed: Seed for the draws, not negative.
@@ -126,7 +126,7 @@ class Schedule:
         availability: Settings for stragglers and dropouts.
 
     Attributes:
-        secret: A secret sampling, independent of ``seed``; if ``None``, clients are drawn from ``seed``.
+        secret: Secret key for drawing clients (:class:`SecretSampling`); if ``None``, clients are drawn from ``seed``.
 
     Example:
         >>> schedule = Schedule(seed=1, clients_per_round=2)
@@ -160,7 +160,7 @@ class Schedule:
         self.secret: SecretSampling | None = None
 
     def cohort_size(self, population: int) -> int:
-        """Number of clients drawn per round from ``population`` clients. Refuses a population with fewer clients."""
+        """Number of clients drawn per round from ``population`` clients. Refuses a larger ``clients_per_round``."""
         if population < 1:
             raise ValueError("Expected at least one client, but got none.")
         if isinstance(self.clients_per_round, float):
@@ -207,7 +207,7 @@ class Schedule:
         return Cohort(tuple(visits), tuple(dropped))
 
     def served(self, cohort: Cohort) -> Cohort:
-        """Returns the round's clients (``cohort``) without stragglers whose partial work is not aggregated."""
+        """Returns the clients to train: with ``partial_work="drop"`` the cohort without stragglers."""
         if self.availability.partial_work == "keep":
             return cohort
         return Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)

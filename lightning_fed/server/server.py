@@ -74,14 +74,14 @@ class RoundReport:
 
 
 class HeldEntries:
-    """Untrained entries that each client already has, to avoid sending an entry twice.
+    """Records the untrained entries that each client already has, to avoid sending an entry twice.
 
     All clients start with the initial model. If the server changes an untrained entry, or an entry becomes untrained,
-    the next broadcast to each client contains the entry. ``values`` contains the untrained entries in the current or
-    last round.
+    broadcasts to a client contain the entry until the client has sent a valid update. ``values`` contains the untrained
+    entries in the current or last round.
 
-    Checkpoints contain ``since``, the round of each entry's last change by name, and ``clients`` with ``rounds``, each
-    client's last round with a valid update.
+    In checkpoints, ``since`` maps entry names to the round of the entry's last change. The lists ``clients`` and
+    ``rounds`` contain each client's name and last round with a valid update.
 
     Example:
         >>> import torch
@@ -144,17 +144,18 @@ class HeldEntries:
 class ServerInterface(ABC):
     """Interface of the server for a round: the server itself, or a connection from a client's machine.
 
-    The caller calls :meth:`prepare`, :meth:`sent`, :meth:`count` and :meth:`accept` for every client, and finally
-    :meth:`finish_round`. Between these calls, the caller may change messages.
+    For every client, the caller creates the broadcast (:meth:`prepare`), counts the bytes in both directions
+    (:meth:`sent`, :meth:`count`), and checks and adds the update (:meth:`accept`). Finally :meth:`finish_round`
+    aggregates. Callbacks may change messages between these calls.
 
     Args:
-        chain: The aggregation rule with update steps. On a client's machine the rule does not aggregate.
+        chain: The aggregation rule with update steps. Only the server aggregates, not the copy on a client's machine.
         min_clients: Minimum number of valid updates for a new global model.
 
     Attributes:
         report: Report on the current or last round.
         state_before: The chain's state before the round.
-        errors: Exceptions from updates in this process, without tracebacks.
+        errors: By client, the exception caused by the client's update in this process, without traceback.
         held: By client, the untrained state dict entries already on the client, which are not sent again.
     """
 
@@ -195,7 +196,7 @@ class ServerInterface(ABC):
         """Aggregates the round's updates. Returns the new shared entries, or ``None`` without a valid aggregate."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
-        """Starts a round in the aggregation rule and update steps. With several processes, called again to merge."""
+        """Starts a round in the rule and update steps. Called again before the updates of all processes are merged."""
 
     def end_visits(self) -> None:  # noqa: B027 - optional
         """Marks clients without a received update as failed."""
@@ -286,7 +287,7 @@ class Server(ServerInterface):
         super().sent(client, broadcast)
 
     def count(self, update: ClientUpdate) -> bool:
-        """Counts the bytes of a received update. Replaces the update's row indices by the broadcast's row indices."""
+        """Counts a received update's bytes. Row indices are taken from the broadcast, so no other rows can change."""
         self.report.up_bytes += message_bytes(update)
         expected = self._expected.get(update.client)
         update.rows = {} if expected is None else expected.rows
@@ -381,8 +382,8 @@ class Server(ServerInterface):
     def _slice(self, broadcast: Broadcast, request: Request) -> None:
         if not self.rule.accepts_rows:
             raise ValueError(
-                f"Expected a rule for updates with some rows of {sorted(request.rows)}, but "
-                f"{type(self.rule).__name__} needs whole entries: use 'fedavg', for instance."
+                f"Expected a rule for single rows, because a client requests some rows of {sorted(request.rows)}, but "
+                f"{type(self.rule).__name__} needs whole entries (all rows): use 'fedavg', for instance."
             )
         for name, rows in request.rows.items():
             table = broadcast.state.get(name)

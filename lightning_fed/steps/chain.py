@@ -22,18 +22,18 @@ _log = logging.getLogger(__name__)
 
 
 class Chain:
-    """Aggregation rule together with update steps. Converts received updates to the new global model.
+    """Applies update steps and an aggregation rule to convert the clients' updates to the new global model.
 
-    Updates are passed to the rule one at a time, with memory for one model, unless a step collects all updates.
+    The rule adds each received update to a running result, with memory for one model, unless a step stores all updates.
 
     Args:
         rule: Aggregation rule.
-        steps: Update steps, innermost first (next to the model). The chain copies the steps.
+        steps: Update steps in the clients' order: the first step receives the trained model. The chain copies steps.
 
     Attributes:
         rule: Aggregation rule.
         steps: Update steps.
-        held: One item per step: the updates collected in this round, or ``None`` if the step collects no updates.
+        held: For each step, the updates stored in this round, or ``None`` for steps without storage.
 
     Raises:
         ValueError: If steps are incompatible with each other or with the rule.
@@ -75,7 +75,8 @@ class Chain:
             if any(is_overridden(hook, step, UpdateStep) for hook in ("on_client", "on_server", "hold")):
                 raise OptionError(
                     f"Expected `{type(step).__name__}` before `{type(self.steps[self._num_whole]).__name__}` in "
-                    "`steps`, but got the reverse order: at this position, updates are encoded and no longer models."
+                    "`steps`, but got the reverse order: exchange the two steps, because the former needs a whole "
+                    "model, and the latter encodes the model."
                 )
         self.held: list[Held | None] = [None] * len(self.steps)
         self._state: State = {}
@@ -143,8 +144,8 @@ class Chain:
     ) -> None:
         """Decodes a client's update and passes the result to the aggregation rule.
 
-        An update step with storage for all of the round's updates receives the update instead of the rule. ``inspect``
-        is called with the decoded update; ``sent`` is the broadcast. Raises ``BadUpdate`` for an invalid update.
+        A step with storage for all updates of a round keeps the update until :meth:`aggregate`. ``inspect`` is called
+        with the decoded update and the broadcast (``sent``). Raises ``BadUpdate`` for an invalid update.
         """
         self._pass(update, sent, len(self.steps), inspect)
 
@@ -188,7 +189,7 @@ class Chain:
         }
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Metrics of rule and update steps for the last round, without norms if the server may not see updates."""
+        """Metrics of rule and steps for the last round. Without visible updates, the steps get no ``norms``."""
         metrics = self.rule.metrics()
         for step in self.steps:
             metrics |= step.metrics(norms if self.reveals == "update" else {})
@@ -238,7 +239,7 @@ class Chain:
 
 
 def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
-    """Returns the weight in the aggregation for ``num_samples`` examples, after all steps that change weights."""
+    """Returns a client's weight in the average, given the number of examples, after all steps that change weights."""
     for step in reversed(steps):
         num_samples = step.weight(num_samples) if isinstance(step, WeightStep) else num_samples
     return num_samples

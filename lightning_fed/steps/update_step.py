@@ -1,6 +1,6 @@
 """Interface of update steps, which transform client updates between local training and aggregation.
 
-On the client an update passes the steps from the innermost to the outermost, and on the server in reverse order.
+On the client, an update passes the list ``steps`` from the first to the last step, and on the server in reverse order.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class StepCapabilities:
     """Optional capabilities of a step, declared by attributes and by methods that a step may override.
 
     Attributes:
-        reveals: Information visible to the server after this step: single updates (``"update"``), only the sum
-            (``"sum"``), or a model without information on single clients (``"model"``). The log omits all other
-            information.
-        refuses: Capabilities of rules (:class:`~lightning_fed.rule.RuleCapabilities`) that the step does not support,
-            such as several global models.
+        reveals: Information visible to the server with this step: single updates (``"update"``), only the sum over
+            clients (``"sum"``), or only a model without information on single clients (``"model"``). The log omits
+            values with more information.
+        refuses: Names of capabilities in :class:`~lightning_fed.rule.RuleCapabilities`, such as ``"has_clusters"``. The
+            step cannot be combined with an aggregation rule that has one of these capabilities.
     """
 
     reveals: Literal["update", "sum", "model"] = "update"
@@ -60,7 +60,7 @@ class StepCapabilities:
         return ()
 
     def form(self, state: State) -> State:
-        """Tensors with the names, shapes and dtypes of the update after this step. ``state``: the original update."""
+        """Placeholders with the update's names, shapes and dtypes after this step; ``state``: before this step."""
         return state
 
     def hold(self) -> Held | None:
@@ -88,9 +88,10 @@ class UpdateStep(StepCapabilities):
         self.info, self.state = info, state
 
     def on_send(self, client: Client, broadcast: Broadcast) -> None:
-        """Server side, in the client's order of steps: may add extra tensors to a broadcast, after all callbacks.
+        """Server side, after the callbacks' ``on_server_send``: may add extra tensors to a broadcast for a client.
 
-        The step may add names of tensors to ``broadcast.unsent``, if the client already has the same values.
+        The first step in ``steps`` runs first. To omit tensors from the message because the client already has equal
+        tensors, the step adds the names to ``broadcast.unsent``.
         """
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
@@ -115,14 +116,14 @@ class UpdateStep(StepCapabilities):
         return update
 
     def on_aggregate(self, new: State, start: State) -> State:
-        """Server side, after the rule, in the client's order of steps: returns a changed model.
+        """Server side, after the aggregation: returns a changed global model. The first step in ``steps`` runs first.
 
         ``start`` is the global model before the round. The method may change ``new``, the rule's result, in place.
         """
         return new
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Values to log for the last round with an aggregate. ``norms`` maps each client to the norm of the update."""
+        """Returns values to log after a round with a new model. ``norms``: the norm of each client's update."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

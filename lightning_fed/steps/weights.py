@@ -1,4 +1,4 @@
-"""Update steps for client weights in the aggregation."""
+"""Steps between local training and aggregation for changing the clients' weights in the average."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class WeightStep(UpdateStep, ABC):
 
     @abstractmethod
     def weight(self, num_samples: int) -> int:
-        """Returns the weight of a client with ``num_samples`` examples: an integer, at least 1, not decreasing."""
+        """Returns a client's weight: an integer, at least 1, not smaller for more examples (``num_samples``)."""
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         update.num_samples = self.weight(update.num_samples)

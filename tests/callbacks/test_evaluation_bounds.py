@@ -106,7 +106,7 @@ FORGERIES = {
         0,
         "the client has 1000000000000 examples, but the median of 3 clients is",
     ),
-    "a state without its value": (mean_of(-1e9), 0, "the client has logged a name without a value"),
+    "a state without its value": (mean_of(-1e9), 0, "a logged name, but no value for the name"),
     "a flag that most clients do not send": (mean_of(9.0, flags="m"), 0, "but the sums and states of the client give"),
     "a state that the epoch's end reads": (mean_of(-1e9, "last"), 0, "the client's value of metric 'last' is"),
     "an infinite state": (mean_of(math.inf, "last"), 0, "the client's value of metric 'last' is inf"),

@@ -99,7 +99,7 @@ def test_a_client_with_one_case_has_no_variance(federated_trainer):
 @pytest.mark.parametrize("variance", [-0.1, float("nan"), float("inf")])
 def test_invalid_variances_are_refused(variance):
     report = EvaluationReport(num_samples=4, values={"val_acc": 0.5}, variances={"val_acc": variance})
-    with pytest.raises(BadUpdate, match="a value has the invalid variance"):
+    with pytest.raises(BadUpdate, match="a logged value has the variance"):
         EvaluationReport.of(report.as_update("ann"))
     report.variances = {"val_acc": 0.25}
     assert EvaluationReport.of(report.as_update("ann")).variances == {"val_acc": 0.25}

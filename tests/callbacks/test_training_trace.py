@@ -197,7 +197,7 @@ class OneLayer(WithForward):
 @pytest.mark.parametrize(
     ("module", "method", "message"),
     [
-        (NoNetwork, FedMA, "`training_step` trains no network: write a `forward`"),
+        (NoNetwork, FedMA, "`training_step` calls no trained submodule: write a `forward`"),
         (OneLayer, FedMA, r"Expected permutable neurons for FedMA, but found none in OneLayer"),
     ],
 )

@@ -507,8 +507,11 @@ def flip_a_byte(path):
 DAMAGE = {
     "a folder that is gone": (lambda path: shutil.rmtree(path.parent), "is missing"),
     "a file that is gone": (lambda path: path.unlink(), "is missing"),
-    "another byte": (flip_a_byte, "has changed in the file"),
-    "no checksum": (lambda path: save_file(load_file(path), path), "has changed in the file"),
+    "another byte": (flip_a_byte, "has changed in the file since the last write: wrong checksum"),
+    "no checksum": (
+        lambda path: save_file(load_file(path), path),
+        "has changed in the file since the last write: wrong checksum",
+    ),
     "an empty file": (lambda path: path.write_bytes(b""), "cannot be read"),
     "something else": (lambda path: path.write_text("my notes"), "cannot be read"),
 }

@@ -30,7 +30,7 @@ _BY_EXAMPLE = ("sum",)  # reductions whose result grows with the number of examp
 
 
 def check_numbers(report: EvaluationReport, announced: int | None) -> None:
-    """Raises `BadUpdate` for impossible counts in a client's report. ``announced``: the client's first count."""
+    """Raises `BadUpdate` for impossible counts in a report. ``announced``: examples in the client's first report."""
     fault = find_bad_count(report.num_samples)
     if fault is not None:
         raise BadUpdate(fault)
@@ -41,7 +41,9 @@ def check_numbers(report: EvaluationReport, announced: int | None) -> None:
         )
     for key, state in report.states.items():
         if not 0 <= state.updates <= _MOST_BATCHES * report.num_samples:
-            raise BadUpdate(f"metric {key!r} cannot have {state.updates} batches of {report.num_samples} examples")
+            raise BadUpdate(
+                f"metric {key!r} reports {state.updates} batches, impossible with only {report.num_samples} examples"
+            )
         for name, value in state.values.items():
             if not value.is_complex() and bool((value < 0).any()) and is_count(value):
                 raise BadUpdate(f"state {name!r} of metric {key!r} has a negative count")
@@ -59,14 +61,14 @@ def find_outliers(
 ) -> dict[Client, str]:
     """Finds clients whose reported values are far from other clients' values. Returns the reason by client.
 
-    At least three clients are compared. Each of these conditions is a reason:
+    ``trained`` counts the clients' training examples, and ``computed`` contains values from metric states. Medians need
+    at least three clients. Each of these conditions is a reason:
 
-    - A value differs from the median by more than 100 times the spread. The spread is the largest of three
-      numbers: the median distance to the median, the absolute median, and 1.
-    - Only this client's loss is negative, and far below the median.
-    - A count in a metric state, divided by the number of examples, is above 10 and above 10 times the median.
-    - The number of examples is above 1,000 times the median, or above 10 times both the median and the client's number
-      in training.
+    - The distance from a value to the median m exceeds 100 max(d, abs(m), 1); d is the median distance.
+    - The loss is negative only for this client, and less than m - max(10 d, abs(m), 1).
+    - A count in a metric state, per example, exceeds 10 max(median, 1).
+    - The number of examples exceeds 1,000 times the median, or exceeds both 10 times the median and 10 times the
+      client's number in training (also with fewer than three clients).
     """
     outliers: dict[Client, str] = {}
     _compare_examples(outliers, {client: report.num_samples for client, report in reports.items()}, trained)

@@ -60,23 +60,23 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     sums, weights and metric states. Values over all clients therefore equal the values from one process on the pooled
     data, up to rounding. ``FederatedTrainer`` adds this callback by default; on a plain Trainer add the callback to
     ``callbacks``. The module's epoch hooks run once per client. An epoch-end hook that logs values runs again with the
-    merged states. If a hook changes the module, the epoch-end hook runs a third time, to find values that depend on
-    earlier epochs.
+    merged states. If the module keeps numbers from epoch to epoch, the epoch-end hook also runs with other numbers. A
+    logged value that then changes depends on earlier epochs, and is excluded.
 
     ============================== ==================================================================================
-    ``<name>``                     over all clients, global model: logged here if the server has no data, otherwise
-                                   from Lightning's own validation
+    ``<name>``                     over all clients, global model: logged by this callback if the server has no data,
+                                   otherwise by Lightning's own validation
     ``fed/<name>/pooled``          over all clients, each with the client's own model if any
     ``fed/<name>/mean``            mean over clients; ``std``, ``min`` and ``worst10``, the mean over the worst tenth
-    ``fed/<name>/mean_se``         standard error of the mean over the clients' cases, if every client's value is a mean
-                                   over single cases: logged for every case, or a ``torchmetrics`` accuracy
+    ``fed/<name>/mean_se``         standard error of ``mean`` from sampling examples, if every client's value is a mean
+                                   over examples: logged with batch size 1, or a ``torchmetrics`` accuracy
     ``client/<id>/<name>``         for each client, up to 20 clients
     ``evaluation/clients``         number of evaluated clients; ``failed``, ``num_samples``, ``up_bytes``,
                                    ``down_bytes``
     ============================== ==================================================================================
 
     Args:
-        every_n_rounds: Interval between evaluations, in rounds with validation; 0 disables the evaluation.
+        every_n_rounds: Evaluates the clients in every validation (1), in every second validation (2), ...; 0: never.
         clients: ``"all"``, the clients in the ``"round"``, or a number or share drawn by (seed, round).
         min_clients: Minimum number of clients for a score; with fewer clients a warning is logged.
         min_examples: Minimum number of examples; a client with fewer examples does not answer.
@@ -170,7 +170,10 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     ) -> ClientUpdate:
         stage, limit = question.get("stage"), question.get("limit")
         if stage not in ("validation", "test") or not isinstance(limit, int | float) or limit < 0:
-            raise ClientFault("the request is not a valid evaluation")
+            raise ClientFault(
+                "the server's request is not a valid evaluation request: expected the stage 'validation' or 'test', "
+                "and a limit on batches of at least 0"
+            )
         loaders = self._of_clients(trainer, stage)
         if client not in loaders:
             raise ClientFault(f"the client has no {stage} data")
@@ -433,9 +436,9 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
             return
         if self.every_n_rounds > 1:
             raise MisconfigurationException(
-                f"Expected `every_n_rounds=1` on a server without data, but got {self.every_n_rounds}: set "
-                "`check_val_every_n_epoch` of the server's Trainer, which is also the interval of callbacks that "
-                "monitor a score."
+                f"Expected `every_n_rounds=1` on a server without data, but got {self.every_n_rounds}: every "
+                "validation evaluates the clients. Set the interval by `check_val_every_n_epoch` of the server's "
+                "Trainer; callbacks that monitor a score then use the same interval."
             )
 
         def step(*args: Any, **kwargs: Any) -> None:

@@ -212,7 +212,7 @@ def _values_with_history(
     keeps: bool,
     metrics: Sequence[Metric],
 ) -> set[str]:
-    """Finds logged values that depend on earlier epochs: changes stored numbers and runs the epoch-end hook again."""
+    """Finds values that depend on earlier epochs: with other stored numbers, the epoch-end hook logs other values."""
     names = _written_numbers(module)
     if not metrics and not names:
         return set()
@@ -319,9 +319,10 @@ def _run_end(
 ) -> dict[str, float]:
     """Computes metrics from states merged over clients or processes, and runs the module's epoch-end hook.
 
-    ``attributes`` are set on the module before the hook, and read again afterwards. If the hook raises an error, the
-    values logged before the error are used. ``wanted`` names the values that a callback needs. If no value is needed
-    and no logger is active (``is_muted``), the hook does not run.
+    Returns values by name. With disabled loggers (``is_muted``), the hook runs only if a value in ``wanted`` does not
+    follow from the states. ``change`` replaces ``metric.compute``. ``attributes`` are set on the module before the
+    hook, and read again afterwards. If the hook raises an error, the values logged before the error are used, and
+    ``faults`` receives a description.
     """
     if is_muted and not wanted:
         return {}
@@ -389,7 +390,7 @@ def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
 
 
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
-    """Returns the clients' values for a log name. Limits a weight per example to 100 times the clients' median."""
+    """Each client's value logged as ``name``. Limits the weight per example to 100 times the median over clients."""
     logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
     heaviest = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
     return [value.limited(heaviest * count) for value, count in logged]

@@ -81,7 +81,7 @@ class MetricState:
 
 @dataclass(frozen=True)
 class StateRules:
-    """Patterns for metric paths: ``lists`` permits sending list states to the server, ``withheld`` forbids sending."""
+    """Rules for sending metric states, as path patterns: list states only for ``lists``, nothing for ``withheld``."""
 
     lists: Sequence[str] = ()
     withheld: Sequence[str] = ()
@@ -191,14 +191,15 @@ def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 class RunningValue(Tensor):
-    """Type of a tensor with a metric's value over only some batches, and of all tensors computed from the value."""
+    """Tensor subclass to mark a metric's value over only some batches, and all tensors computed from this value."""
 
 
 @contextmanager
 def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
     """Context in which ``metric.compute()`` returns a :class:`RunningValue`, marked as a value for only some batches.
 
-    ``metric(...)`` still returns the value for one batch. Metrics with a marked value are appended to ``traced``.
+    In an epoch, ``compute`` covers only the batches so far; the mark shows if such a value is logged. ``metric(...)``
+    returns the value for one batch, unmarked. Metrics with a marked value are appended to ``traced``.
     """
     metrics, depth = list(metrics), [0]
 
@@ -227,7 +228,7 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
-    """Context that appends each metric to ``updated`` at the first update (for used metrics, after a reset)."""
+    """Context that appends a metric without data to ``updated`` at the first update, unless ``reset`` came first."""
     fresh: list[Metric] = []
     unused = [metric for metric in metrics if holds_states(metric) and not metric.update_called]
 
@@ -347,10 +348,10 @@ class MetricStates(dict[str, MetricState]):
         return merged
 
     def compute(self, metrics: Mapping[str, Metric], keys: Iterable[str]) -> dict[str, float]:
-        """Computes metrics from the states in this dictionary. A metric with an error in ``compute`` is omitted.
+        """Computes a value for each key from this dictionary's states. Omits metrics with an error in ``compute``.
 
-        A key (:func:`state_key`) names a metric and a dataloader. Returns values by key. Afterwards each metric
-        contains the merged state over all dataloaders.
+        A key (:func:`state_key`) names a metric and a dataloader. As a side effect, the metrics then contain the states
+        for all dataloaders together.
         """
         for name, metric in metrics.items():  # a metric can depend on other metrics, so all states are loaded first
             _write_state(metric, self.get(name))
@@ -420,23 +421,23 @@ def check_state(metric: Metric, state: MetricState) -> None:
     """Compares a client's metric state with the server's metric. Raises `BadUpdate` for other names or shapes."""
     reductions = _reductions(metric)
     if state.updates < 0:
-        raise BadUpdate(f"a metric reports {state.updates} batches")
+        raise BadUpdate(f"the client reports {state.updates} batches for a metric, but the number must be at least 0")
     for name in (*reductions, *(state.values.keys() - reductions.keys())):
         default = metric._defaults.get(name)  # noqa: SLF001
         value = state.values.get(name)
         if value is None:
             if not isinstance(default, list):
-                raise BadUpdate(f"state {name!r} of a metric is missing")
+                raise BadUpdate(f"the client's evaluation lacks the state {name!r} of a metric")
             continue
         if default is None:
-            raise BadUpdate(f"a metric has no state {name!r}")
+            raise BadUpdate(f"the client sent the state {name!r}, but the server's metric has no such state")
         if isinstance(default, Tensor) and reductions[name] is not dim_zero_cat and value.shape != default.shape:
-            shapes = f"of shape {tuple(value.shape)} instead of {tuple(default.shape)}"
-            raise BadUpdate(f"state {name!r} of a metric is {shapes}")
+            shapes = f"shape {tuple(value.shape)}, but {tuple(default.shape)} in the server's metric"
+            raise BadUpdate(f"the client's metric state {name!r} has the {shapes}")
 
 
 def share_of_cases(metric: Metric | None, state: MetricState | None, cases: int) -> float | None:
-    """Fraction of correct cases, from an accuracy's state; ``None`` for other metrics, or if a case counts twice."""
+    """Fraction of correct examples in an accuracy's state; ``None`` for other metrics or several counts per example."""
     is_binary = isinstance(metric, BinaryAccuracy)
     if state is None or not (is_binary or (isinstance(metric, MulticlassAccuracy) and metric.average == "micro")):
         return None

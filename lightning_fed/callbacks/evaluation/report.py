@@ -29,11 +29,11 @@ class EvaluationReport:
         states: Metric states by :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
         metrics: Maps the name of each logged metric to the metric's key in ``states``.
         values: Final values computed by the client: logged name to number.
-        partial: Names of values not determined by sums and states, without a result over all clients.
+        partial: Names of values without a result over all clients, because sums and states do not determine the result.
         shown: Names shown in the progress bar.
         higher_is_better: Maps names to true if higher values are better, for metrics that declare the direction.
-        variances: Sampling variances by name, for means over single cases.
-        stays: Maps metrics whose state must stay on the client to the reason.
+        variances: Sampling variances by name, for means over examples.
+        stays: Reason for each metric whose state is not sent to the server, by metric path.
         support: Examples per class: float64, shape (classes,); ``None`` if no metric counts examples.
     """
 
@@ -81,12 +81,12 @@ class EvaluationReport:
         except (ArithmeticError, ValueError, KeyError, RuntimeError, IndexError, TypeError) as error:
             raise BadUpdate(f"the client's evaluation cannot be read: {type(error).__name__}") from error
         if any(key not in report.states and metric_of(key) not in report.stays for key in report.metrics.values()):
-            raise BadUpdate("the client has logged a metric without a state")
+            raise BadUpdate("the client's evaluation lists a metric, but not the metric's state")
         if not report.values.keys() >= report.logged.keys() | report.metrics.keys():
-            raise BadUpdate("the client has logged a name without a value")
+            raise BadUpdate("the client's evaluation lists a logged name, but no value for the name")
         for name in (*report.values, *report.logged, *report.metrics):
             if len(name) > _LONGEST_NAME or not name.isprintable():
-                raise BadUpdate(f"a value has the invalid name {name[:50]!r}")
+                raise BadUpdate(f"the client's evaluation has the name {name[:50]!r}, too long or not printable")
         if len(report.values) > _MOST_NAMES:
             raise BadUpdate(f"the client has {len(report.values)} values, but the limit is {_MOST_NAMES}")
         return report
@@ -107,10 +107,10 @@ class EvaluationReport:
         kind, detail, *names_in_entry = entry.split("|", 2)
         if kind == "logged":
             if detail not in _REDUCTIONS or len(value) != 2:
-                raise BadUpdate(f"a value has the unknown reduction {detail!r:.50}")
+                raise BadUpdate(f"a logged sum has the unknown reduction {detail!r:.50}, or not exactly two numbers")
             total, weight = value.double().cpu().unbind()
             if not float(weight) > 0 or not math.isfinite(float(weight)):
-                raise BadUpdate(f"a value has the invalid weight {float(weight)}")
+                raise BadUpdate(f"a logged value has the weight {float(weight)}, but weights are positive and finite")
             self.logged[names_in_entry[0]] = LoggedValue(detail, total, float(weight))
         elif kind == "updates":
             self.states.setdefault(detail, MetricState()).updates = int(value)
@@ -124,7 +124,7 @@ class EvaluationReport:
             self.values[names_in_entry[0]] = float(value[0])
             if len(value) > 1:
                 if not 0 <= float(value[1]) < math.inf:
-                    raise BadUpdate(f"a value has the invalid variance {float(value[1])}")
+                    raise BadUpdate(f"a logged value has the variance {float(value[1])}, but expected at least 0")
                 self.variances[names_in_entry[0]] = float(value[1])
             for flag, names in (("m", self.partial), ("p", self.shown)):
                 if flag in detail:

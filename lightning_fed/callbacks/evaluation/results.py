@@ -49,8 +49,8 @@ class ClientResults:
     def summary(self) -> dict[str, float]:
         """Summarises over clients: ``<metric>/mean``, ``/worst10`` (mean over the worst tenth), ``/std`` and ``/min``.
 
-        NaN values are skipped. ``/mean_se`` is the standard error of ``/mean`` over the clients' cases. This number is
-        missing unless every client's value is a mean over single cases.
+        NaN values are skipped. ``/mean_se`` is the standard error of ``/mean`` from sampling the clients' examples.
+        This number is missing unless every client's value is a mean over examples.
         """
         summary = {}
         for name, values in self.values.items():
