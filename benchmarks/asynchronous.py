@@ -180,13 +180,15 @@ def report(results: dict[str, list[dict[str, Any]]], arguments: argparse.Namespa
     options = "" if arguments.dataset == "fashion" else f" --dataset {arguments.dataset}"
     words = (
         f"`python benchmarks/asynchronous.py --data DATA{options} --out docs/results/asynchronous.md`. "
-        f"{kind.__name__}, 12,000 training images, {CLIENTS} clients by Dirichlet({ALPHA}) per class, {IN_FLIGHT} in "
-        f"flight, visits of {STEPS} batches of 20, network `{network}`, SGD with rate {arguments.lr}, all weights by "
-        "examples except FedAsync. Virtual seconds: 1 s per batch for the median client, and a standard deviation of 1 "
-        f"for the logarithm over clients. With the deadline of {DEADLINE:.0f} s, slower clients are dropped from a "
-        "round. Accuracy on 2,000 held-out training images, at the last validation within the limit (about every "
-        f"{interval} visits). Seeds {', '.join(map(str, arguments.seeds))}. Differences: mean and 95 % "
-        f"interval by the paired t test, in bold without 0 in the interval. {missing}{cpu / 60:.0f} CPU minutes on "
+        f"Data: 12,000 training images from {kind.__name__}, divided among {CLIENTS} clients by Dirichlet({ALPHA}) per "
+        f"class. At any time {IN_FLIGHT} clients train; a visit (one client's training) has {STEPS} batches of 20 "
+        f"images. Training: network `{network}`, SGD with learning rate {arguments.lr}. Updates are weighted by the "
+        "number of examples, except in FedAsync. A batch takes 1 virtual second on the median client; the logarithm of "
+        f"this time has a standard deviation of 1 over clients. With the deadline of {DEADLINE:.0f} s, slower clients "
+        f"are dropped from a round. Accuracy is measured on 2,000 held-out training images about every {interval} "
+        "visits; columns show the last measurement within the given time or visits. Seeds "
+        f"{', '.join(map(str, arguments.seeds))}. Differences are means over seeds, with the 95 % interval by the "
+        f"paired t test; a difference is bold if the interval excludes 0. {missing}{cpu / 60:.0f} CPU minutes on "
         f"{machine(arguments.threads)}."
     )
     return "\n\n".join([words, table(header, rows_of(results, targets, arguments.seconds))])

@@ -146,15 +146,18 @@ def report(ours: dict[str, Any], by_hand: dict[str, Any], central: dict[str, Any
         [mark, *(f"{result['accuracy'][mark - 1]:.4f}" for result in (ours, by_hand, central))] for mark in marks
     ] + [["test, at the end", *(f"{result['test']:.4f}" for result in (ours, by_hand, central))]]
     words = (
-        f"`python benchmarks/fashion_mnist.py --data DATA --out docs/results/fedavg.md`. `{arguments.network}`,"
-        f" {arguments.clients} clients by Dirichlet({arguments.alpha}) per class, {arguments.cohort} in a round, one"
-        f" local epoch, batches of {BATCH_SIZE}, SGD with rate {arguments.lr}, seed {arguments.seed}; accuracy on 5,000"
-        f" held-out training images after each round. The centralised line has taken as many steps as the federation"
-        f" ({ours['curve'][-1]['steps']:.0f} in all). {machine(arguments.threads)}."
+        "The table shows the accuracy on 5,000 held-out training images after each round. The network"
+        f" `{arguments.network}` is trained on {arguments.clients} clients with different class frequencies"
+        f" (Dirichlet({arguments.alpha}) per class). In each round, {arguments.cohort} clients train for one local"
+        f" epoch, with batches of {BATCH_SIZE} and SGD (learning rate {arguments.lr}, seed {arguments.seed}). In each"
+        " row, the centralised training has taken as many steps as all clients together"
+        f" ({ours['curve'][-1]['steps']:.0f} in the last round). Script: `python benchmarks/fashion_mnist.py --data"
+        f" DATA --out docs/results/fedavg.md`. Machine: {machine(arguments.threads)}."
     )
     verdict = (
-        f"All {arguments.rounds} accuracies are {'**equal**' if is_equal else '**NOT equal**'}; of the {entries:,}"
-        f" entries of the final weights, **{different:,}** differ"
+        f"In all {arguments.rounds} rounds, `FederatedTrainer` and the PyTorch loop have"
+        f" {'**equal**' if is_equal else '**NOT equal**'} accuracies. After the last round, **{different:,}** of"
+        f" {entries:,} weights differ between the two programs"
         f" ({'bit-equal' if different == 0 else 'not bit-equal'})."
     )
     header = ["round", "`FederatedTrainer`", "PyTorch by hand", "centralised"]

@@ -136,11 +136,12 @@ def main() -> None:
         "", "rounds", "bytes", "order of answers", "used answers", "final model, bit for bit", "predicted seconds",
         "real seconds", "difference of the median",
     ]  # fmt: skip
-    sleep = " and ".join(f"{seconds} s" for seconds in SECONDS.values())
+    first, second = SECONDS.values()
     text = (
         f"Two sites train McMahan's CNN over the loopback address, each on {BATCHES} batches. A training step sleeps"
-        f" {sleep}. The profiles come from a real run of {MEASURED[0]} rounds of {MEASURED[1]} pass, and the rehearsal"
-        f" predicts real runs of {plan[0]} rounds of {plan[1]} passes. Columns 2 to 6 count the real runs with the"
+        f" {first} s at one site and {second} s at the other. The profiles were measured in a real run with"
+        f" {MEASURED[0]} rounds and {MEASURED[1]} pass over the data per round. The rehearsal predicts real runs with"
+        f" {plan[0]} rounds and {plan[1]} passes per round. Columns 2 to 6 count the real runs with exactly the"
         " predicted result. Script: `python benchmarks/rehearsal_real.py --out docs/guides/rehearsal.md`. Machine:"
         f" {machine(1)}, flwr {version('flwr')}, nvflare {version('nvflare')}, load average up to {max(loads):.0f}."
         f"\n\n{table(header, rows)}"

@@ -65,7 +65,7 @@ def main():
     rows = [[name, f"{counts[name]:,}", f"{rounds[name]:,}", violated[name]] for name in plans()]
     rows.append(["all", f"{len(results):,}", f"{rounds.total():,}", len(bad)])
     header = ["deployment", "seeds", "rounds", "seeds with a violation"]
-    text = f"`python benchmarks/rehearsal_seeds.py`. {machine(1)}.\n\n{table(header, rows)}"
+    text = f"Script: `python benchmarks/rehearsal_seeds.py`. Machine: {machine(1)}.\n\n{table(header, rows)}"
     write_section(arguments.out, "seeds", text)
     raise SystemExit(1 if bad else 0)
 
