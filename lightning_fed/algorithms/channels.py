@@ -43,10 +43,10 @@ class Channel:
         memory: Whether clients keep the tensors between rounds.
         server: Whether the server keeps the tensors between rounds.
         bounds: Limits for the numbers reported by clients; ``"none"`` for no limit. ``"above"`` excludes a client with
-            a number more than about 128 times the round's median. ``"work"`` compares two quotients with the round's
-            median of the same quotient: the number divided by the planned epochs, and the number divided by epochs
-            times examples (with ``local_steps``, twice by the steps). A client is excluded if both quotients are too
-            large, or both too small, by more than ``2 ** octaves`` (:attr:`ChannelRule.octaves`).
+            a number more than about 128 times the round's median. ``"work"`` computes two quotients: the number divided
+            by the planned epochs, and by epochs times examples. With ``local_steps``, both are the number divided by
+            the planned steps. A client is excluded if both quotients exceed the round's medians by a factor above
+            ``2 ** octaves`` (:attr:`ChannelRule.octaves`), or both are below the medians by such a factor.
     """
 
     form: Literal["entry", "numbers", "number"] = "entry"
@@ -82,7 +82,7 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """Numbers reported by a client, by channel and entry. ``octaves``: base-2 exponents of numbers with ``bounds``."""
+    """Numbers reported by a client, by channel and entry; ``octaves``: base-2 exponents, to compare clients."""
 
     num_samples: int
     numbers: dict[str, dict[str, float]]
@@ -91,11 +91,12 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Running sums over the updates of clients with reported numbers of similar size (equal base-2 exponents).
+    """Running sums over the updates of a group of clients in a round.
 
-    A round has a separate part for each size, because single updates are not stored: to exclude clients with
-    implausible numbers, the rule omits the clients' part. ``running`` has the mean model. ``means`` maps each channel
-    (tensors in addition to the model) to the mean over clients, and ``sums`` maps entry names to a rule's own sums.
+    The server adds up updates on receipt, but can detect an implausible number in an update, such as a false step
+    length, only after all updates. Clients with similar numbers (equal base-2 exponents) therefore have separate sums,
+    and the server later omits groups with implausible numbers. ``running`` has the mean model. ``means`` maps each
+    channel (additional tensors) to the mean over clients, and ``sums`` maps entry names to a rule's own sums.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)
@@ -116,11 +117,11 @@ class Part:
 class ChannelVisit:
     """One client's local training in a round, with the tensors exchanged in addition to the model (channels).
 
-    ``parameters`` are the parameters shared with the server, and ``start`` is the received model. Three dictionaries
-    contain tensors by channel name and entry name: ``down`` from the server, ``memory`` kept on the client between
-    rounds, and ``up`` for the server. After the training, ``records`` maps entry names to the last results of
-    :meth:`ChannelRule.follow_step`, such as sums over the steps. ``steps`` is the number of optimizer steps. If several
-    clients train together on stacked tensors, ``row`` is this client's index in the stack.
+    ``parameters`` are the parameters shared with the server, and ``start`` is the received model. ``down``, ``memory``
+    and ``up`` contain tensors as ``down[channel][entry]``: received from the server, kept on the client between rounds,
+    and to be sent. :meth:`ChannelRule.follow_step` computes a result in every optimizer step, such as a running sum.
+    After the training, ``records`` maps entry names to the results from the last step. ``steps`` is the number of
+    optimizer steps. If several clients train together on stacked tensors, ``row`` is this client's index in the stack.
     """
 
     trainer: L.Trainer
@@ -140,10 +141,10 @@ class ChannelRule(AveragingAggregator):
     """Base class of averaging rules that exchange additional tensors, described by name in :attr:`channels`.
 
     Attributes:
-        octaves: For channels with ``bounds="work"``: base-2 logarithm of the largest accepted ratio between a client's
-            quotient (see :class:`Channel`) and the median over the clients.
-        work: The divisors for these quotients by client: the planned epochs, and epochs times examples. With
-            ``local_steps`` both are the number of steps. By default, one epoch over all examples.
+        octaves: For channels with ``bounds="work"``: a client's reported number, divided by the client's work, may
+            differ from the round's median by a factor of ``2 ** octaves`` (see :class:`Channel`).
+        work: The two divisors for each client: the planned epochs, and epochs times examples. With ``local_steps``
+            both divisors are the planned steps. Clients not in ``work`` count as clients with one epoch.
 
     Example:
         >>> class LastGradient(ChannelRule):
@@ -228,9 +229,9 @@ class ChannelRule(AveragingAggregator):
         self.parts[key] = part
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds a client's update, and the client's tensors ``up`` by channel and entry, to the running sums ``part``.
+        """Adds a client's update to the running sums ``part``. ``up[channel][entry]`` are the update's other tensors.
 
-        An invalid update must not change ``part``.
+        An override must raise an error for an invalid update before any change to ``part``.
         """
         self.add_to(part.running, update, self.weight(update))
         for title, values in up.items():
@@ -248,9 +249,9 @@ class ChannelRule(AveragingAggregator):
             self.parts.setdefault(key, Part()).merge(part)
 
     def join(self) -> Part:
-        """Merges the round's parts (running sums over clients with reported numbers of similar size) into one part.
+        """Adds up the running sums of all groups of clients. A group has reported similar numbers (see :class:`Part`).
 
-        If clients report numbers far from the round's median, discards these clients' parts, and raises ``BadUpdates``.
+        If a group's numbers are far from the round's median, discards the group's sums, and raises ``BadUpdates``.
         """
         self._exclude()
         if len(self.parts) == 1:
@@ -267,7 +268,7 @@ class ChannelRule(AveragingAggregator):
         return self.finish(super().aggregate(), part)
 
     def finish(self, state: State, part: Part) -> State:
-        """Returns the new global model, by default ``state``, the mean of the client models. May change ``state``."""
+        """Returns the new global model, by default the clients' mean ``state``. Overrides may change ``state``."""
         return state
 
     def share(self, part: Part) -> float:

@@ -64,7 +64,7 @@ class FedDyn(ChannelRule):
         self.alpha = check_positive("alpha", alpha)
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        r"""Returns :math:`\alpha x + g_i` by entry name. The gradient term is :math:`\alpha y` minus this tensor."""
+        r"""Returns :math:`\alpha x + g_i` by entry; clients add :math:`\alpha y - (\alpha x + g_i)` to gradients."""
         corrections, gradients = {}, visit.memory["feddyn"]
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad:

@@ -53,10 +53,11 @@ class FedNova(ChannelRule):
     :math:`(1 - (1 - \eta \mu)^K) / (\eta \mu)` with a proximal term. The factor :math:`\eta` cancels in the average.
     Wang et al. 2020, eqs. 8 to 10.
 
-    A client could report a false length. The server therefore excludes a client if two quotients are too far from the
-    round's medians: length per planned epoch, and length per example (with ``local_steps``, length per step). The
-    largest accepted factor is about 8 with ``local_steps``. The factor is about 64 with epochs, because clients may
-    have different batch sizes, and larger with momentum or with schedulers per batch.
+    A client could report a false length. The server therefore compares a parameter's length per planned epoch, and per
+    epoch and example (with ``local_steps``, only the length per step), with the medians over the clients. If all these
+    quotients are too large, or all too small, the client is excluded. The accepted factor between quotient and median
+    is about 8 with ``local_steps``. With epochs, the factor is about 64, because clients may have different batch
+    sizes, and larger with momentum or with schedulers per batch.
 
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
     paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
@@ -122,7 +123,7 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Simulates SGD step k with gradient 1. Returns the momentum buffer, and the lengths after steps 1 to k."""
+        """Simulates SGD step k with gradient 1. Returns the momentum buffer, and the length after each step."""
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length

@@ -21,7 +21,8 @@ from lightning_fed.numerics.precision import as_real
 class GradientTerm(FederatedCallback):
     """Adds a term to the gradients of every optimizer step in a client's training. A subclass implements :meth:`term`.
 
-    ``tensors`` maps parameters to tensors for use in :meth:`term`; empty if no client trains.
+    ``tensors`` maps parameters to tensors for use in :meth:`term`, such as the received global model. A subclass sets
+    ``tensors`` before a client's training. After the training, the dictionary is empty.
     """
 
     def __init__(self) -> None:

@@ -29,13 +29,14 @@ class ServerOptimizer(UpdateStep):
 
     .. math:: g_t = w_t - \bar w, \qquad w_{t+1} = \mathrm{step}(w_t, g_t)
 
-    SGD with ``lr=1`` equals the averaging rule bit for bit. :class:`FedAvgM`, :class:`FedAdagrad`, :class:`FedAdam` and
-    :class:`FedYogi` use this step. Checkpoints contain the optimizer state by entry: 8 bytes per parameter with
-    momentum, 16 with adaptive moments. Reference: Reddi et al., ICLR 2021, Algorithm 1 ("FedOpt").
+    The result with SGD and ``lr=1`` equals the clients' mean bit for bit. :class:`FedAvgM`, :class:`FedAdagrad`,
+    :class:`FedAdam` and :class:`FedYogi` use this step. Checkpoints contain the optimizer state, with 8 bytes for each
+    parameter with momentum, and 16 bytes with adaptive moments. Reference: Reddi et al., ICLR 2021, Algorithm 1.
 
-    Trainable entries take the optimizer step, in float64. Frozen layers and buffers are set to the rule's result,
-    because a step beyond the clients' values could make running variances negative, and weight decay would shrink
-    constants. Outside a fit, all floating-point entries except BatchNorm's running statistics are treated as trainable.
+    The optimizer step, in float64, changes only trainable parameters. Frozen layers and buffers are set to the
+    aggregation rule's result: an optimizer step could make BatchNorm's running variances negative, and weight decay
+    would shrink buffers with constant values. If :meth:`on_aggregate` is called without a fit, all floating-point
+    tensors except BatchNorm's running statistics are treated as trainable.
 
     Args:
         optimizer: Optimizer class, or the name in ``torch.optim``. The optimizer must not need a closure (unlike

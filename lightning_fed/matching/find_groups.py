@@ -75,9 +75,10 @@ def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: 
 
 
 def _split_blocks(family: list[_Neuron]) -> list[tuple[list[_Neuron], int]]:
-    """Splits neurons into sets. Only neurons in the same set may be permuted with one another.
+    """Splits similar neurons into sets. Neurons may be permuted only within a set.
 
-    Returns each set with the number of GroupNorm blocks (1 without). Neurons stay in a block; whole blocks may move.
+    Returns each set with the number of GroupNorm groups in the set (1 without GroupNorm). In a set with several groups,
+    neurons may be permuted within a group, and whole groups may change places.
     """
     # Whole blocks are exchangeable if all blocks have equal size and no normalization group spans two blocks.
     blocks: dict[frozenset[Constraint], list[_Neuron]] = defaultdict(list)

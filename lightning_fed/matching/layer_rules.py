@@ -204,7 +204,7 @@ def _product(
     second: TracedActivation | ParameterView,
     shape: Sequence[int],
 ) -> TracedActivation:
-    """Follows neurons through a matrix product. Fails if both rows and columns of the result correspond to neurons."""
+    """Traces neurons through a matrix product. If both rows and columns of the result are neurons, none is permuted."""
     if isinstance(second, ParameterView) and len(second.shape) == 2 and isinstance(first, TracedActivation):
         tracer.read(second, 0, tracer.along(first, -1))
         return _along(tracer.axis(second, 1, "out"), -1, shape)

@@ -54,7 +54,7 @@ def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 class WidthRatio(NamedTuple):
-    """Two layer widths with a fixed ratio, each with the name of a layer or of a state dict entry."""
+    """Two widths to be resized by the same factor only. ``producer`` and ``consumer``: names of layers or entries."""
 
     producer: str
     out_width: int
@@ -63,9 +63,10 @@ class WidthRatio(NamedTuple):
 
 
 def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
-    """Finds pairs of widths that must keep a fixed ratio after resizing: in one layer, or along an ``nn.Sequential``.
+    """Finds pairs of widths to be resized by the same factor only, for a consistent module.
 
-    In the example, weight and bias in layer 2 have equal widths, and 4 channels from layer 0 become 36 inputs.
+    A pair is two tensors in one layer, or successive layers in an ``nn.Sequential``. In the example, ``2.weight`` and
+    ``2.bias`` both have 2 rows, and 4 channels from layer 0 are flattened to 36 inputs for layer 2.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.Flatten(), nn.Linear(36, 2))
@@ -82,7 +83,7 @@ def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
 
 
 def _ratios_within(name: str, layer: nn.Module) -> Iterator[WidthRatio]:
-    """Yields pairs of dimensions in one layer with necessarily equal sizes, such as dimension 0 of weight and bias."""
+    """Yields pairs of dimensions in one layer with a fixed ratio, such as the rows of weight and bias (ratio 1)."""
     shapes = {
         key: value.shape
         for key, value in chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))

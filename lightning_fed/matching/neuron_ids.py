@@ -1,7 +1,8 @@
-"""Neuron ids: a union-find structure for positions on parameter axes, and activations with one id per element.
+"""Neuron ids: numbers for positions on parameter axes (such as rows of a weight). Equal ids mean the same neuron.
 
-Each position on a parameter axis starts with a separate id. Tracing an activation through the network unites two ids if
-both would belong to the same element. Positions with equal final ids are coupled, because they belong to one neuron.
+Each position on a parameter axis starts with a separate id. Tracing gives an id to each element of an activation. If an
+operation combines elements with different ids, for example an addition, the ids are united (union-find). Positions with
+equal final ids belong to one neuron, and are permuted together.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ Constraint: TypeAlias = tuple[Literal["apart", "within", "block"], int]
 
 
 class UnionFind:
-    """Disjoint sets of neuron ids: all ids in a set belong to one neuron. Constraints restrict exchanges of neurons.
+    """Disjoint sets of neuron ids: all ids in a set belong to one neuron. Constraints restrict neuron permutations.
 
-    - ``"apart"``: neurons in one slice of a tensor, if other slices have different uses. These neurons can be
-      exchanged only with each other, and no neuron can be added.
-    - ``"within"``: as ``"apart"``, for neurons in a common reduction (mean, norm or attention).
+    - ``"apart"``: neurons in one part of a tensor, for example after ``split``. These neurons can be permuted only with
+      one another, and no neuron can be added.
+    - ``"within"``: neurons reduced together (a mean, norm or attention score). The effect is the same as ``"apart"``.
     - ``"block"``: neurons in one group of a group normalization. Neurons stay in the group; whole groups may move.
     """
 
@@ -51,7 +52,7 @@ class UnionFind:
         return torch.tensor([self.find(neuron_id) for neuron_id in unique.tolist()], dtype=torch.int64)[inverse]
 
     def unite(self, first: Tensor, second: Tensor) -> None:
-        """Unites, at each position of two broadcast tensors, the two ids into one neuron. Skips ids of constants."""
+        """Unites the ids at equal positions in two broadcast tensors: both mean one neuron. Ignores ``NEUTRAL`` ids."""
         expanded = first + torch.zeros_like(second), second + torch.zeros_like(first)
         pairs = torch.stack([ids.reshape(-1) for ids in expanded], 1)
         for left, right in torch.unique(pairs, dim=0).tolist():
@@ -79,7 +80,7 @@ class UnionFind:
 
 @dataclass(frozen=True, eq=False)
 class TracedActivation:
-    """An activation's shape, and each element's neuron id (``ids``, with length 1 along dimensions with equal ids)."""
+    """An activation's shape, and each element's neuron id. If ids do not vary along an axis, ``ids`` has length 1."""
 
     ids: Tensor
     shape: tuple[int, ...]

@@ -73,13 +73,15 @@ def match_neurons(
     passes: int = 5,
     max_width: int | None = None,
 ) -> NeuronMatch:
-    r"""Matches the neurons of one layer across clients (Beta-Bernoulli process, maximum a posteriori: BBP-MAP).
+    r"""Matches each client's neurons in one layer with global neurons, existing or new.
 
-    Neuron *l* of client *j*, :math:`w_{jl}`, has variance :math:`\sigma_j^2` around a global neuron. Global neurons
-    have variance :math:`\sigma_0^2` around the prior mean :math:`\mu`. The inverse variances are :math:`p_j` and
-    :math:`p_0`. Global neuron *i* is matched with neurons from :math:`n_i` of :math:`J` clients (owners), with the sums
-    :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and :math:`P_i = p_0 + \sum p_j` over these neurons. While client *j* is
-    matched, the sums exclude this client. With :math:`u = p_j w`, the score of a client neuron :math:`w` is
+    Clients are matched one after another. Each assignment maximises the sum of the scores below (BBP-MAP).
+
+    In the model, neuron *l* of client *j*, :math:`w_{jl}`, has variance :math:`\sigma_j^2` around a global neuron.
+    Global neurons have variance :math:`\sigma_0^2` around the prior mean :math:`\mu`. The inverse variances are
+    :math:`p_j` and :math:`p_0`. From :math:`n_i` of the :math:`J` clients, a neuron is matched with global neuron *i*.
+    Over these neurons, :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and :math:`P_i = p_0 + \sum p_j`. Before client *j* is
+    matched again, this client's neurons are removed. With :math:`u = p_j w`, the score for matching :math:`w` is
 
     .. math::
         \sum_d \Big( \frac{(A_{id} + u_d)^2}{P_{id} + p_{jd}} - \frac{A_{id}^2}{P_{id}}
@@ -93,18 +95,18 @@ def match_neurons(
 
     - ``"published"``: the score in the programs for PFNM and FedMA, without the terms in brackets, with :math:`c = 1`,
       :math:`n_i` capped at 10, and at most 700 global neurons plus one. With unit variances, this score hardly
-      distinguishes neurons with norms well below 1. If all clients have equally many such neurons, each client after
-      the first adds one neuron for each integer :math:`k < \gamma \sqrt{J - 1} / J`, for any weights: with
-      :math:`\gamma = 7` three neurons for 2 to 4 clients, two for 5 to 11, one for 12 to 47.
+      distinguishes neurons with norms well below 1. The number of new neurons then does not depend on the weights: if
+      all clients have equally many neurons, each client after the first adds one for each integer :math:`k` from 1 to
+      below :math:`\gamma \sqrt{J - 1} / J` (with :math:`\gamma = 7`, three neurons for 2 to 4 clients).
     - ``"marginal"``: the score derived from the model, with the terms in brackets and :math:`c = 2`. With estimated
       variances, this score finds the neurons that clients share, and creates new global neurons for all other neurons.
 
-    The client with the most neurons defines the first global neurons. The other clients follow in order of decreasing
-    width. In each later pass every client is matched again, in random order, until a pass changes nothing.
+    The client with the most neurons defines the first global neurons. The other clients follow by number of neurons. In
+    each later pass every client is matched again, in random order, until a pass changes nothing.
 
-    Variances are estimated by maximum likelihood for the current matching: in each block of columns, one
-    :math:`\sigma_j^2` per client and one prior :math:`\sigma_0^2`, by expectation maximization over the global neurons.
-    All variances start at half the variance of the values. Matching and estimation alternate at most three times.
+    Variances are estimated from the current matching by expectation maximization: in each block of weights, one
+    :math:`\sigma_j^2` per client, and one :math:`\sigma_0^2`. The first matching uses half the variance of the block's
+    values for all variances. Estimation and a new matching then alternate at most three times.
 
     Args:
         clients: Neurons of each client, shape ``(L_j, D)``, floating point. The computation uses at least float32.
@@ -343,10 +345,10 @@ def _numbers(name: str, value: float | Tensor, like: Tensor, shape: tuple[int, .
 
 
 def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns start values, shape ``(D,)``, for the client and prior variances: half the variance of a block's values.
+    """Returns start values for the client and prior variance of D weights: half the variance of a block's values.
 
-    Columns in a block (with a size in ``sizes``) share a variance. If all values in a block are equal, the block cannot
-    distinguish neurons: the client variance is infinite, so the matching ignores the block.
+    ``sizes`` divides the weights into blocks with a common variance. If all clients' values in a block are equal, the
+    block cannot distinguish neurons: the client variance is infinite, so the matching ignores the block.
     """
     count = sum(len(client_neurons) for client_neurons in neurons)
     mean, squares = (to_float64(torch.zeros_like(neurons[0][0])) for _ in range(2))
@@ -404,12 +406,13 @@ def _maximise_likelihood(
     is_noise_known: bool,
     is_prior_known: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Returns each client's variance around the global neurons, and the prior variance, for a block of columns.
+    """Estimates variances for one block (``size`` weights with a common variance) by expectation maximization.
 
-    Both are estimated by expectation maximization. ``products``, shape ``(L, J, J)``, contains for each of L global
-    neurons the inner products between the neurons of J clients, after subtracting the prior mean, and 0 for missing
-    neurons. ``owned``, shape ``(L, J)``, marks existing neurons. ``size`` is the number of columns. ``noise``, shape
-    ``(J,)``, and ``prior`` are start values, or fixed values with ``is_noise_known`` and ``is_prior_known``.
+    Returns each client's variance around the global neurons (``noise``, shape ``(J,)``), and the variance of the global
+    neurons around the prior mean (``prior``). The arguments ``noise`` and ``prior`` are start values; a value marked as
+    known is returned unchanged. ``products``, shape ``(L, J, J)``, contains for each of L global neurons the inner
+    products between the matched neurons of J clients, after subtracting the prior mean. ``owned``, shape ``(L, J)``, is
+    1 if a client has a matched neuron. Otherwise ``owned`` and the products are 0.
     """
     squares = products.diagonal(dim1=1, dim2=2)
     least = _LEAST_SHARE * squares.sum() / (owned.sum() * size)

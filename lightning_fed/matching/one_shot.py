@@ -43,11 +43,11 @@ class StateMatch(NamedTuple):
 
     Attributes:
         state: Merged state, in which each neuron is the mean over the matched neurons.
-        groups: Permutation groups (exchangeable neurons) in the merged network.
-            :func:`~lightning_fed.matching.resize_module` sets these widths in a module.
-        assignments: For each network and group the neurons' indices in the merged network: int64, shape ``(neurons,)``.
-        agreement: Fraction of the squared neuron norms that averaging preserves, for each group.
-        seconds: Time for matching each group, without :func:`~lightning_fed.matching.align_networks`.
+        groups: Permutation groups (exchangeable neurons) in the merged network, with the merged widths. To load
+            ``state`` into a module, use :func:`~lightning_fed.matching.resize_module`.
+        assignments: For each network and group, each neuron's index in the merged network: int64, shape ``(neurons,)``.
+        agreement: For each group, the neurons' squared norms after averaging, divided by the squared norms before.
+        seconds: Time for matching each group, without the alignment sweeps.
     """
 
     state: dict[str, Tensor]
@@ -84,17 +84,18 @@ def match_states(
     prior_weight: float = 0.0,
     **options: Any,
 ) -> StateMatch:
-    """Matches the neurons of several networks, for one permutation group after another, and averages the networks.
+    """Matches the neurons of several networks, and averages the networks.
 
-    ``"fedma"`` proceeds from the first to the last group and compares incoming weights, biases and normalization.
+    Permutation groups (sets of exchangeable neurons) are matched one after another. ``"fedma"`` proceeds from the first
+    to the last group and compares incoming weights, biases and normalization.
     ``"pfnm"`` proceeds from the last to the first group and compares outgoing weights and biases, and in the first
     layer also incoming weights. Groups with fixed width are only permuted.
 
-    Matching compares each network with the earlier networks. If ``sweeps`` is above 0, an alignment follows, which
-    compares all weights (:func:`~lightning_fed.matching.align_networks`). With ``"grow"``, matching and alignment are
-    first done as with ``"permute"``. The matching with additional neurons then compares all incoming weights
-    (``"pfnm"``: all weights). BatchNorm's running statistics are averaged too, and should be measured again with the
-    merged network.
+    Each network is matched with the earlier networks. With ``sweeps`` above 0, this first matching only permutes, and
+    two steps follow. First, an alignment improves the permutations by comparing all weights
+    (:func:`~lightning_fed.matching.align_networks`). Second, with ``"grow"``, a new matching adds neurons by comparing
+    all incoming weights (``"pfnm"``: all weights). BatchNorm's running statistics are averaged too, and should be
+    measured again with the merged network.
 
     Args:
         states: One state per network, with equal entries.

@@ -89,7 +89,7 @@ def softmax(tracer: Tracer, call: Call) -> Any:
 
 
 def move(tracer: Tracer, call: Call) -> Any:
-    """Traces operations that move, repeat or remove elements, by applying the operation to the neuron ids."""
+    """Traces operations such as reshape, flip or slice: applies the operation to the tensor with the neuron ids."""
     if any(isinstance(value, torch.dtype) for value in call.args):  # reinterpreted bytes
         return tracer.unknown_result(call)
     first = call.args[0]

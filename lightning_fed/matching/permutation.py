@@ -93,11 +93,11 @@ class PermutationGroup:
 def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> list[PermutationGroup]:
     """Changes the number of neurons in each of a network's permutation groups (neurons permuted together).
 
-    New neurons are placed after the group's existing neurons. The positions of later groups on the same axis (after a
-    concatenation) shift accordingly. A group must keep its size without ``is_growable``, and with several ``blocks``.
+    New neurons are placed after the group's existing neurons. If several groups share an axis (after a concatenation),
+    the positions of later groups shift. A group's size cannot change if ``is_growable`` is false or ``blocks`` above 1.
 
     Raises:
-        ValueError: If a size that must not change is different, or the number of sizes is wrong.
+        ValueError: If the size of such a group would change, or the number of sizes is wrong.
 
     Example:
         >>> state = {"weight": torch.zeros(1, 2)}
@@ -230,17 +230,17 @@ def grow_neurons(
 def neuron_features(
     state: Mapping[str, Tensor], group: PermutationGroup, roles: Sequence[Role] = ("out", "vec")
 ) -> dict[Axis, Tensor]:
-    """Returns the weights for a group's neurons as feature vectors, by entry and axis, shape ``(neurons, features)``.
+    """Returns each neuron's weights in a group: a matrix ``(neurons, features)`` for each entry and axis.
 
-    Entries in which the group is on two axes (an LSTM's hidden-to-hidden weights) are excluded, because these features
+    Entries with the neurons on two axes (an LSTM's hidden-to-hidden weights) are excluded, because these features
     depend on the order of neurons. Integer entries and running statistics are also excluded. To use the result in
-    :func:`~lightning_fed.matching.match_neurons`, concatenate the values and pass the widths as ``blocks``.
+    :func:`~lightning_fed.matching.match_neurons`, concatenate the columns, and pass the column counts as ``blocks``.
 
     Args:
-        state: Network entries, in which all other groups have the same order on all clients.
+        state: Network entries. To compare networks, first permute all other groups to a common order.
         group: Permutation group.
-        roles: Roles to include: by default incoming weights and vectors (FedMA). Add ``"in"`` for outgoing weights
-            (PFNM).
+        roles: Weights to include: ``"out"`` for incoming weights (rows), ``"vec"`` for biases and normalization,
+            ``"in"`` for outgoing weights (columns). The default is for FedMA; PFNM needs all three.
 
     Raises:
         ValueError: If a role is unknown or a shape is wrong.
@@ -278,9 +278,10 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits an index matrix by columns into blocks. Read row by row, a block's indices count up in steps of 1.
+    """Splits a matrix by columns into blocks of consecutive numbers, read row by row; ``None`` if impossible.
 
-    Returns each block's first column, first index and number of columns; ``None`` if no such split exists.
+    Returns each block's first column, first number and number of columns: ``[[0, 1, 6], [2, 3, 7]]`` has the blocks
+    ``[[0, 1], [2, 3]]`` and ``[[6], [7]]``, so the result is ``[(0, 0, 2), (2, 6, 1)]``.
     """
     count, copies = positions.shape
     runs, column = [], 0
@@ -313,8 +314,8 @@ def _rearranged(
         blocks = source.cpu().view(group.blocks, -1) // (group.size // group.blocks)
         if not bool((blocks == blocks[:, :1]).all()):
             raise ValueError(
-                f"Expected an order within each of {group.blocks} blocks (for a group normalization) in the neurons of "
-                f"{group.name!r}, but neurons move to another block: permute neurons within a block, or whole blocks."
+                f"Expected a permutation that keeps {group.blocks} blocks (for a group normalization) of neurons in "
+                f"{group.name!r} together, but blocks are mixed: permute neurons within a block, or whole blocks."
             )
     parts: dict[Axis, list[tuple[GroupEntry, GroupEntry, Tensor]]] = {}
     for old, new, source in zip(before, after, sources, strict=True):

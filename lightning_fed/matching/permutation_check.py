@@ -49,7 +49,7 @@ class PermutationCheck:
         return _find_failing(list(groups), self._is_variant)
 
     def find_fixed_width(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """Tries additional neurons in each growable group. Returns the groups with an error or changed outputs."""
+        """Finds groups with fixed width: extra neurons (outgoing weights 0) raise an error or change the outputs."""
         growable = [group for group in groups if group.is_growable]
         return _find_failing(growable, lambda growing: self._has_fixed_width(groups, growing))
 
@@ -154,7 +154,7 @@ def restored_afterwards(module: nn.Module) -> Iterator[None]:
 def _find_failing(
     groups: list[PermutationGroup], fails: Callable[[list[PermutationGroup]], bool]
 ) -> list[PermutationGroup]:
-    """Finds by bisection the groups to remove until ``fails`` is false: all groups in a combination that fails."""
+    """Finds by bisection the groups to remove until ``fails`` is false: both halves if only both together fail."""
     if not groups or not fails(groups):
         return []
     if len(groups) == 1:

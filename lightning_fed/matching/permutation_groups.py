@@ -62,21 +62,21 @@ class PermutationGroups:
     ) -> PermutationGroups:
         """Finds the permutation groups of a module.
 
-        The module is traced with `torch.export` in evaluation mode. Each index on a parameter's axis is followed
-        through the operations. Indices that contribute to the same element in an activation belong to one neuron.
-        Inputs, outputs and neurons in operations without a rule are not permuted, so groups may be missing but are
-        never wrong.
+        The module is traced with `torch.export` in evaluation mode. Each position on a parameter's axis (a weight's
+        row, for example) is followed through the operations. Positions that contribute to the same element in an
+        activation belong to one neuron. Inputs, outputs and neurons in operations without a tracing rule are not
+        permuted, so groups may be missing but are never wrong.
 
-        The groups are then checked with random values in the module. A permutation of all groups may change the outputs
-        by a relative error of at most 1e-9, in float64. Failing groups are removed with a warning. A second check adds
-        neurons to the groups: after an error or changed outputs, the group's number of neurons becomes fixed.
+        Two checks then run the module with random values. The first check permutes all groups. If a group changes the
+        outputs by more than rounding (1e-9 of the largest output in float64), the group is removed with a warning. The
+        second check adds neurons to the groups. If an error or other outputs result, ``is_growable`` becomes false.
 
         Args:
             module: Any module; restored afterwards. The operations of ``forward`` must not vary between calls. Unused
                 submodules cause a warning, because ``training_step`` may use them.
             example_input: A tensor, a tuple, or a dictionary of named inputs, with at least two (small) examples.
             pin: Patterns for entry names (``"decoder.*"``) with neurons to exclude from permutations.
-            extra_groups: Manual groups, which are also checked. A manual group replaces the found groups with common
+            extra_groups: Groups defined manually. These groups are also checked, and replace found groups with common
                 positions.
 
         Example:
@@ -125,7 +125,7 @@ class PermutationGroups:
 
     @property
     def names(self) -> list[str]:
-        """Group names, after the layer whose outputs are the neurons. Repeated names end in a number."""
+        """Group names: the layer with the neurons as outputs, or if ambiguous an entry's name or a position."""
         return [group.name for group in self.groups]
 
     @property
@@ -160,7 +160,7 @@ class PermutationGroups:
     def features(
         self, state: Mapping[str, Tensor], name: str, roles: Sequence[Role] = ("out", "vec")
     ) -> dict[Axis, Tensor]:
-        """Each neuron's weights, to compare neurons, see :func:`~lightning_fed.matching.neuron_features`."""
+        """Each neuron's weights, as one matrix per axis: see :func:`~lightning_fed.matching.neuron_features`."""
         return neuron_features(state, self[name], roles)
 
     def tie(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -30,10 +30,10 @@ class Stage:
 def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageChoice = "auto") -> list[Stage]:
     """Splits a network into stages (sets of layers matched in one round), first to last.
 
-    Each state dict entry belongs to one stage. A stage contains all layers whose outputs are the neurons of one
-    permutation group: one layer in a chain (as in FedMA, ICLR 2020, Algorithm 1), or all blocks of a residual stage.
-    Layers whose outputs are not permuted belong to the stage of the next layer with permuted outputs. Layers after
-    all permuted outputs, such as the output layer, form the last stage.
+    Each state dict entry belongs to one stage. A stage contains all layers that compute the neurons of one permutation
+    group: one layer in a chain (as in FedMA, ICLR 2020, Algorithm 1), or all ResNet blocks with outputs added by skip
+    connections. If a layer's outputs cannot be permuted, the layer belongs to the next layer's stage. Layers after the
+    last permuted neurons, such as the output layer, form the last stage.
 
     Args:
         groups: Permutation groups of the network.
@@ -42,8 +42,8 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
             a list with the patterns of entry names for each stage.
 
     Raises:
-        ValueError: If no stage exists, an entry matches no stage, a stage has no entries, several stages compute the
-            neurons of one group, or a stage uses neurons from a later stage as inputs.
+        ValueError: If ``choice`` is invalid: an entry matches no stage, a stage has no entries, several stages compute
+            the neurons of one group, or a stage uses neurons from a later stage as inputs.
 
     Example:
         >>> from torch import nn, zeros
@@ -89,7 +89,7 @@ def check_stages(choice: StageChoice) -> StageChoice:
 
 
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
-    """Finds the output layers' entries, after all permutable neurons, with the same first length as the last entry."""
+    """Finds the output layers' entries: used after all permuted neurons, with as many rows as the last used entry."""
     order = {name: index for index, name in enumerate(groups.order)}
     makers = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}
     last = max((index for name, index in order.items() if name in makers or name not in form), default=-1)

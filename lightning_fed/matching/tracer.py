@@ -65,11 +65,12 @@ class Call:
 
 
 class Tracer:
-    """Finds the positions in a network's parameters that belong to the same neuron. Each position has a neuron id.
+    """Traces a network to find the positions on parameter axes that belong to the same neuron. Each position has an id.
 
-    Ids for the same neuron are united. Ids for neurons in fixed order are pinned. ``axes`` maps each parameter axis to
-    neuron ids, ``roles`` maps each axis to uses (``"out"``, ``"in"`` or ``"vec"``), and ``elements`` maps parameters
-    traced element by element to ids. ``unknown`` counts calls of operations without a rule, with all inputs pinned.
+    The tracer unites one neuron's ids, and pins the ids if a neuron must not be permuted. ``axes`` maps each
+    parameter axis to ids, and ``roles`` maps each axis to uses: neurons as outputs (``"out"``), as inputs (``"in"``),
+    or with one value each (``"vec"``). ``elements`` maps parameters with one id per element to these ids. ``unknown``
+    counts calls of operations without a rule; all neurons in the inputs of such a call are pinned.
     """
 
     def __init__(self, state: Mapping[str, Tensor], rules: Mapping[str, Rule]) -> None:
@@ -82,7 +83,7 @@ class Tracer:
         self.constant_id = NEUTRAL
 
     def run(self, program: ExportedProgram, names: Mapping[str, str], constants: Mapping[str, Tensor]) -> None:
-        """Traces an exported program. ``names`` maps inputs to state dict names, ``constants`` others to tensors."""
+        """Traces a program. ``names``: state dict names by tensor path. ``constants``: all other tensors by path."""
         signature = program.graph_signature
         targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         targets |= getattr(signature, "inputs_to_lifted_tensor_constants", {})
@@ -117,7 +118,7 @@ class Tracer:
     # --- parameters ---------------------------------------------------------------------------------------------------
 
     def axis(self, view: ParameterView, dim: int, role: str) -> Tensor:
-        """Returns the neuron ids on axis ``dim`` of a parameter, and stores ``role`` (input, output or vector)."""
+        """Returns the neuron ids on axis ``dim`` of a parameter. Adds ``role`` (such as ``"in"``) to ``roles``."""
         key = view.name, view.axes[dim]
         if key not in self.axes:
             self.axes[key] = self.union_find.add(view.shape[dim])
@@ -159,7 +160,7 @@ class Tracer:
     # --- helpers for rules -----------------------------------------------------------------------------------------
 
     def along(self, value: TracedActivation | ParameterView, dim: int) -> Tensor:
-        """For each index along ``dim``, unites all elements at this index into one neuron. Returns an id per index."""
+        """Unites the neuron ids of all elements with the same index along ``dim``. Returns one id for each index."""
         activation = self.activation(value)
         dim %= len(activation.shape)
         remaining_dims = [index for index in range(len(activation.shape)) if index != dim]
@@ -179,7 +180,7 @@ class Tracer:
         self.union_find.unite(axis_ids, torch.where(ids == NEUTRAL, PINNED, ids))
 
     def couple_vectors(self, values: Iterable[Any], ids: Tensor) -> None:
-        """Assigns element *i* of each vector, such as a bias, to neuron ``ids[i]``. Skips values without tracing."""
+        """Assigns element *i* of each vector in ``values`` (a bias, or ``None`` to skip) to neuron ``ids[i]``."""
         for value in values:
             if isinstance(value, TracedActivation | ParameterView):
                 vector = self.activation(value)
@@ -210,7 +211,7 @@ class Tracer:
         return TracedActivation.filled(PINNED, shape)
 
     def keep_within(self, activation: TracedActivation, dims: set[int]) -> None:
-        """Restricts permutations: neurons of the activation must keep the index along ``dims`` (a GroupNorm group)."""
+        """Restricts permutations to neurons with the same index along ``dims``, such as one group of a convolution."""
         ordered = [*sorted(dims), *sorted(set(range(activation.ids.ndim)) - dims)]
         count = torch.Size([activation.ids.shape[dim] for dim in dims]).numel()
         if activation.varying <= dims or count > _MOST_REGIONS:
@@ -233,7 +234,7 @@ class Tracer:
     def _combine(
         self, first: TracedActivation, first_broad: set[int], second: TracedActivation, second_broad: set[int]
     ) -> TracedActivation:
-        """Unites ids in an elementwise operation; returns the result. ``..._broad``: dimensions with broadcasting."""
+        """Unites two operands' neuron ids, as in ``first + second``. ``..._broad``: the operand's broadcast axes."""
         for operand, partner in ((first, second), (second, first)):
             if bool((operand.ids == NEUTRAL).all()):
                 return partner

@@ -125,7 +125,7 @@ def test_blocks_stay_together():
     group = PermutationGroup("layer", 6, PermutationGroup.over(state, {("weight", 0): "vec"}, 6).entries, blocks=3)
     order = torch.tensor([5, 4, 0, 1, 2, 3])
     assert permute_neurons(state, [group], [order])["weight"].tolist() == order.tolist()
-    with pytest.raises(ValueError, match=r"order within each of 3 blocks .* in the neurons of 'layer'"):
+    with pytest.raises(ValueError, match=r"keeps 3 blocks .* in 'layer' together"):
         permute_neurons(state, [group], [torch.tensor([1, 2, 0, 3, 4, 5])])
     with pytest.raises(ValueError, match="'layer' to keep its 6 neurons, but got 8"):
         resize_groups([group], [8])

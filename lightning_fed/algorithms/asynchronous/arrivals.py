@@ -65,7 +65,7 @@ class Durations:
 
 
 class Arrival(NamedTuple):
-    """One client's training: simulated arrival time of the update, running number, client, start model's version."""
+    """One client's training: simulated arrival time of the update, running number, client, initial model's version."""
 
     seconds: float
     number: int
@@ -197,7 +197,8 @@ class RecordedOrder(Order):
 class NetworkOrder(Order):
     """Arrival order on a network: client updates arrive in real time.
 
-    A failed round does not undo arrivals, because no update arrives twice. Only a restarted server loads a checkpoint.
+    A failed round does not reset the order, because clients do not send updates again. Only a restarted server
+    loads an earlier order, from the checkpoint.
     """
 
     def __init__(self) -> None:
@@ -214,7 +215,7 @@ class NetworkOrder(Order):
     def start(
         self, schedule: Schedule, clients: Sequence[Client], busy: Collection[Client], version: int
     ) -> list[Client]:
-        """Draws clients to train model ``version``, except clients in ``busy``, until ``clients_per_round`` train."""
+        """Draws and returns new clients, outside ``busy``, for model ``version``: ``clients_per_round`` then train."""
         free = schedule.cohort_size(len(clients)) - len(self.flying)
         drawn = _draw(clients, {*busy, *self.flying}, free, schedule.seed, self._started)
         self.flying |= dict.fromkeys(drawn, version)

@@ -43,13 +43,13 @@ class AsynchronousRule(AveragingAggregator):
     model. If a client starts from model version :math:`r`, and the update arrives in round :math:`v`, the staleness is
     :math:`\tau = v - r`. Every round increases the model's version by one, even if the round fails.
 
-    In a simulation, a client trains only when the update arrives: from the stored model :math:`r`, but with the
-    learning rate of round :math:`v`. Measurements of BatchNorm statistics take no simulated time.
+    A simulation computes a client's training in round :math:`v`, the round of the simulated arrival: from the stored
+    model :math:`r`, with round v's learning rate. Measurements of BatchNorm statistics take no simulated time.
 
     Args:
         buffer: Number of updates per round.
-        staleness: Exponent :math:`a` of the weight :math:`s(\tau) = (1 + \tau)^{-a}`, 0 for constant weights; or a pair
-            :math:`(a, b)` for the weight 1 up to :math:`\tau = b` and :math:`1 / (a (\tau - b) + 1)` above ("hinge").
+        staleness: Exponent :math:`a` of the weight :math:`s(\tau) = (1 + \tau)^{-a}`, 0 for constant weights. A pair
+            :math:`(a, b)` sets hinge weights: 1 for :math:`\tau \le b`, otherwise :math:`1 / (a (\tau - b) + 1)`.
         durations: Simulated durations, from sending the model to receiving the update.
         record: Path of a new file for the arrival order. A line contains round, client, start model's version and
             update's hash.
@@ -81,7 +81,10 @@ class AsynchronousRule(AveragingAggregator):
 
     @abstractmethod
     def reference(self, start: State) -> State:
-        """Returns the model to subtract from a trained model: ``start`` (before training) or the global model."""
+        """Returns the model to subtract from a client's trained model, to obtain the update.
+
+        FedBuff returns ``start``, the client's model before training; FedAsync returns the current global model.
+        """
 
     def factor(self, staleness: int) -> float:
         """Weight of a client's update in the mean, at least 0. ``staleness``: number of newer global models."""

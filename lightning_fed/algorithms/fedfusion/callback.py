@@ -177,9 +177,9 @@ class FeatureFusion(FederatedCallback):
         }
         if self.operator != "none" and extractor_parameters and optimized.isdisjoint(extractor_parameters):
             raise MisconfigurationException(
-                "Expected an optimizer to train layers up to "
+                "Expected an optimizer to train the feature extractor, the layers up to "
                 f"{Extractor(_name_of(self.fusion.network, pl_module), self.fusion.layer)}, but no optimizer has a "
-                "parameter of these layers: name a layer of a trained network in `at`."
+                "parameter of these layers: set `at` to a layer in a trained network."
             )
         _add_parameters(list(self.fusion.parameters()), trainer)
 

@@ -60,12 +60,13 @@ def find_extractor(
     4. the classifier's input (vision transformers).
 
     Args:
-        module: The model, or a module around the model. ``"auto"`` skips networks without gradients, such as a teacher.
+        module: The model, or a module around the model. With ``at="auto"``, networks without gradients (such as a
+            teacher) are ignored.
         at: Name of the layer with the features as output, a ``FeatureLayer`` for an input or output, or ``"auto"``.
-        network: Name of the module called with the images or other data: the feature layer, or a module around this
-            layer; ``""`` for ``module``. ``"auto"`` chooses the feature layer, if the features are the layer's output
-            and the layer has a name such as ``encoder`` or is a direct child of a LightningModule. Otherwise ``"auto"``
-            chooses the direct child around the layer in a LightningModule, and ``module`` in other models.
+        network: Name of the submodule that receives the images or other data, and contains or is the layer; ``""`` for
+            ``module``. ``"auto"`` first tries the layer itself: the features must be the layer's output, and the layer
+            must be a direct child of a LightningModule, or have a name such as ``encoder``. Otherwise ``"auto"`` uses
+            a LightningModule's direct child around the layer, or, without such a child, ``module``.
         classifier: Name of the layer that returns the logits; ``None`` for
             :func:`~lightning_fed.modules.find_classifier`.
 
@@ -94,7 +95,7 @@ def find_extractor(
     if layer.path != root and root and not layer.path.startswith(f"{root}."):
         raise ValueError(f"Expected `network` to hold the layer {layer.path!r}, but got {root!r}.")
     if layer == FeatureLayer(root, "input"):
-        raise ValueError(f"Expected features computed by a layer, but {layer} is the data: name another layer.")
+        raise ValueError(f"Expected features of a layer, but {layer} is the network's input: name a later layer.")
     return Extractor(root, layer._replace(path=layer.path[len(root) :].lstrip(".")))
 
 

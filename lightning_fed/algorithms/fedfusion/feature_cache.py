@@ -24,7 +24,7 @@ class FeatureCache:
         self._features: dict[int, dict[str, Tensor]] = {}
 
     def get(self, samples: Tensor, compute: Callable[[Tensor], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns the extractor's outputs for samples, by name, shape ``(N, ...)``. Computes missing outputs."""
+        """Returns outputs for a batch of inputs, by output name. Calls ``compute`` with the inputs not in the cache."""
         keys = sample_hashes(samples).tolist()
         missing = [index for index, key in enumerate(keys) if key not in self._features]
         self.hits += len(keys) - len(missing)

@@ -92,10 +92,10 @@ class FrozenExtractor:
                 entry.data = entry.data.to(originals[name].dtype)
 
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
-        """Frees memory: after a run, empties all parameters and buffers in layers not needed for the features.
+        """Frees memory: runs the network on an example, and empties the tensors of layers not needed for the features.
 
-        If the features then cannot be computed, the tensors are restored. Returns the features, and the last layer with
-        parameters in the run, or ``None``.
+        ``args`` and ``kwargs`` are the example input. If a second run then fails, the tensors are restored. Returns the
+        example's features, and the last executed layer with parameters, or ``None``.
         """
         started, finished = set[nn.Module](), dict[nn.Module, None]()
 

@@ -109,7 +109,7 @@ class FusionLayer(nn.Module):
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:
-        """Operators with a weighted mean ("multi", "single") by the fused feature's name; empty for other operators."""
+        """Maps the names of fused features to operators "multi" or "single"; empty for other operators."""
         return {name: operator for name, operator in self.operators.items() if isinstance(operator, MixingOperator)}
 
     def summaries(self) -> dict[str, dict[str, float]]:
@@ -217,7 +217,7 @@ class FusionLayer(nn.Module):
         return sizes
 
     def _run(self, example: Example | None) -> tuple[Any, Any, nn.Module | None]:
-        """Runs the network. Returns positional and named arguments, features, and the last layer with parameters."""
+        """Runs the network on an example. Returns input, features, and the last executed layer with parameters."""
         error: Exception | None = None
         guesses: Iterator[Example] = (((guess,), {}) for guess in example_inputs(self.network))
         for args, kwargs in guesses if example is None else [example]:

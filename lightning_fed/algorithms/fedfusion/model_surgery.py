@@ -35,9 +35,9 @@ def fuse(
 ) -> FusionLayer:
     """Adds feature fusion to a model in place, and returns the new layer ``module.feature_fusion``.
 
-    The new submodule contains the operators' parameters; all other modules keep their positions and names. Loading a
-    checkpoint without fusion does not change the operators. Before :meth:`FusionLayer.refer`, features are fused with
-    themselves.
+    The new submodule contains the operators' parameters; all other modules keep their positions and names. If a loaded
+    checkpoint is from a model without fusion, the operators' parameters do not change. :meth:`FusionLayer.refer` sets
+    the global model. Before that, the model's own features also replace the global model's features.
 
     Args:
         module: The model.

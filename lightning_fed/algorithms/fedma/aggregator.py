@@ -84,7 +84,7 @@ class FedMA(Aggregator):
         gamma: Parameter :math:`\gamma` of the score; larger values add more neurons. By default 7 with the published
             score, or 1 with the marginal score. The authors use 7 for convolutional networks and 0.001 (no growth) for
             an LSTM.
-        passes: Maximum number of matching passes over the clients per group.
+        passes: Maximum number of passes over the clients after the first matching, for each group of neurons.
         max_width: Maximum width of a group, as a multiple of a client's width; if ``None``, no limit; ``"auto"`` for
             1.25 with the marginal score, and no limit with the published score.
         prior_weight: Weight of a prior with mean 0; 1 equals the weight of one client. With 1 and
@@ -155,9 +155,9 @@ class FedMA(Aggregator):
     def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], entries: Mapping[str, Tensor]) -> None:
         """Sets the network's permutation groups, stages (sets of layers) and shared tensors before a fit's first round.
 
-        ``entries`` maps names to tensors; only shapes and dtypes are used. Groups and tensors have the layer widths of
-        the clients' models; the global model may be wider. If a checkpoint contains some matched stages of an
-        unfinished pass over all stages, these stages must not have changed.
+        ``groups`` and ``entries`` (shared tensors by name; only shapes and dtypes are used) have the layer widths of
+        the clients' models. The global model may be wider. After a resume inside a matching pass, the stages matched
+        before must be unchanged; otherwise ``OptionError`` is raised.
         """
         current = self._open_pass
         if current is not None:
@@ -221,10 +221,11 @@ class FedMA(Aggregator):
     def broadcast(self, request: Request) -> Broadcast:
         """Builds the message to a client. In a matching pass (several rounds) each round matches some of the layers.
 
-        In a pass's first round the message contains a model with the client's layer widths, and in later rounds the
-        layers matched in the previous round. From a wider global model, the client receives the global neurons matched
-        with the client's neurons. A client that missed the last pass receives the neurons shared by most clients. A
-        client with a stored model from the last pass receives only tensors that differ from this model.
+        - First round of a pass: the message contains a complete model with the client's layer widths (in the first
+          pass with ``initial="independent"``, no tensors). If the global model is wider, the server selects the global
+          neurons matched with the client's neurons in the last pass, or for a new client the neurons matched with most
+          clients. A client with a stored model from the last pass receives only tensors that differ from this model.
+        - Later rounds: the message contains the layers matched in the previous round.
         """
         current, last, client = self._pass(self._info.round), self._last_pass, request.client
         if current.stage:

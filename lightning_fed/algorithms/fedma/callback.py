@@ -60,22 +60,23 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
     """Client side of :class:`~lightning_fed.algorithms.FedMA`, added to the Trainer automatically.
 
     Before the first round this callback finds and logs the groups of permutable neurons, and the stages (layers matched
-    in the same round). Each client stores a model until the next pass over all stages is complete. For large models
-    pass a folder as the federation's ``store``. Layers matched earlier in a pass do not train (``requires_grad`` is
-    false, BatchNorm is in evaluation mode).
+    in the same round). Each client stores the trained model for later rounds, until the next pass over all stages is
+    complete. For large models pass a folder as the federation's ``store``. Layers matched earlier in a pass do not
+    train (``requires_grad`` is false, BatchNorm is in evaluation mode).
 
-    Checkpoints of grown models load into modules with the original widths, in ``fit``, ``validate``, ``test`` and
-    ``predict``. Other width changes, such as additional classes, are refused.
+    In ``fit``, ``validate``, ``test`` and ``predict``, the checkpoint from a grown model loads into a module with the
+    original widths. Checkpoints with other width changes, such as additional classes, are refused.
 
     Args:
         example_input: Arguments for ``forward`` (or for the network trained in ``training_step``), used for tracing; by
             default the module's ``example_input_array``, or two inputs of a client.
         pin: Patterns for entry names, such as ``"embedding.*"``. Neurons in matching entries, and in entries that
             clients do not send, are not permuted.
-        extra_groups: Permutation groups that tracing does not find, with a client's layer widths.
+        extra_groups: Permutation groups that tracing does not find. A group's size is the layer width in the clients'
+            models, not in a grown global model.
         target: Position of the labels in a batch: index, key or function; if ``None``, the labels used in the loss. If
-            these are not a single tensor, a warning is logged, and the average output layer is weighted by numbers of
-            examples instead of class shares.
+            these are not a single tensor, a warning is logged, and the mean of the output layers weights clients by
+            numbers of examples instead of class shares.
         inputs: Position of the inputs in a batch: index, key or function.
 
     Raises:
@@ -261,7 +262,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         self._unfreeze()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Measures BatchNorm statistics on the clients for layers matched in this round, unless all are matched."""
+        """Asks the clients for BatchNorm statistics for layers matched in this round, except after the last stage."""
         federation = find_federation(trainer)
         rule = _rule(federation)
         if rule.unfinished is None or federation.options.batch_norm not in ("auto", "recalibrate"):

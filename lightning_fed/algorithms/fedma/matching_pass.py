@@ -31,7 +31,8 @@ class MatchingPass:
 
     ``origin`` is the pass's first round, ``round`` the latest round, and ``stage`` the number of stages matched so far.
     ``matched_state`` contains the tensors averaged so far. ``owners`` counts, for each global neuron, the clients with
-    a neuron matched to this one. After the pass, ``hashes`` (one for each tensor) replaces ``matched_state``.
+    a matching neuron. After the pass, ``matched_state`` is empty, and ``hashes`` has a hash of each averaged tensor, to
+    find tensors changed later.
     """
 
     origin: int
@@ -50,7 +51,7 @@ class MatchingPass:
 
     @property
     def step_before(self) -> Tensor:
-        """Value of :attr:`step` before the latest stage was matched, stored by clients that trained for this stage."""
+        """:attr:`step` before the latest matching. Clients that trained for this matching have stored this value."""
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:
@@ -68,7 +69,7 @@ class MatchingPass:
         )
 
     def complete(self) -> MatchingPass:
-        """Ends the pass: removes the matched tensors, and stores hashes, to find tensors that change afterwards."""
+        """Ends the pass: replaces the averaged tensors by hashes, to find tensors changed before the next pass."""
         hashes = {name: tensor_hash(value) for name, value in self.matched_state.items()}
         return replace(self, matched_state={}, hashes=hashes)
 
@@ -89,5 +90,5 @@ def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def read_assignment(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Reads the global indices of one client's neurons, by permutation group, from the same tensors."""
+    """Reads a client's neuron positions in the global model, by group, from a message's or client's extra tensors."""
     return without_prefix(values, ASSIGNMENT)

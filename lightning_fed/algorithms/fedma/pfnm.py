@@ -14,9 +14,9 @@ from lightning_fed.method import register
 class PFNM(FedMA):
     """Probabilistic federated neural matching: matches the clients' neurons in all layers in a single round.
 
-    Layers are matched from last to first, with the published score; see :class:`FedMA` for all other properties. The
-    published algorithm is for fully connected networks and one round. The authors' program uses a prior mean of 0.1 for
-    biases, and for the outgoing weights of the last hidden layer variances that depend on the class shares. Here all
+    Layers are matched from last to first, by the paper's matching score; :class:`FedMA` explains all other options. The
+    published algorithm is for fully connected networks and one round. In the authors' program, the biases have a prior
+    mean of 0.1. The variances for the outgoing weights of the last hidden layer depend on the class shares. Here all
     prior means are 0, and all clients have equal variances. Reference: Yurochkin et al., ICML 2019,
     https://arxiv.org/abs/1905.12022.
 
@@ -30,7 +30,7 @@ class PFNM(FedMA):
         initial: Whether clients start from the same model or from separate random weights, as the authors do.
         score: Matching score, see :class:`FedMA`.
         gamma: Larger values match fewer neurons, and add more new neurons.
-        passes: Maximum number of matching passes over the clients per group.
+        passes: Maximum number of passes over the clients after the first matching, for each group of neurons.
         max_width: Maximum width of a group as a multiple of a client's width, see :class:`FedMA`.
         seed: Seed for the order in which clients are matched.
 

@@ -1,4 +1,4 @@
-"""Metric: half the mean distance between a model's class prototypes, reconstructed from FedMargin's text (AMM)."""
+"""Aggregate mean margin (AMM): a metric for the distance between classes in feature space, after FedMargin's text."""
 
 from __future__ import annotations
 

@@ -262,8 +262,8 @@ class FedMargin(Aggregator):
         unexpected = [key for key in update.extras if key.startswith("prototypes:lpm:")]
         if unexpected:
             raise OptionError(
-                f"Expected a client margin {name!r}, but got {unexpected[0]!r}: pass the same `margin` and "
-                "`class_reduction` to `ClassPrototypes` and `FedMargin`."
+                f"Expected a client to send the margin {name!r}, but got {unexpected[0]!r}: pass the same `margin` and "
+                "`class_reduction` to `ClassPrototypes` (on the client) and `FedMargin`."
             )
         return math.nan
 

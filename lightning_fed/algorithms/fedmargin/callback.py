@@ -41,24 +41,23 @@ _log = logging.getLogger(__name__)
 
 
 class ClassPrototypes(RevertingCallback, FederatedCallback):
-    """Measures class prototypes (feature means by class), and the movement of the prototypes during training.
+    """Measures class prototypes (feature means by class) before and after a client's local training.
 
-    In a federation each client sends its prototypes, counts of feature vectors and the local prototype margin (LPM)
-    with the update, for :class:`~lightning_fed.algorithms.FedMargin` or for monitoring. The mean LPM is logged as
-    ``clients/lpm``. With a plain ``L.Trainer`` prototypes and margins are measured over each epoch and logged as
-    ``prototypes/lpm`` and ``prototypes/amm`` (mean margin between classes).
+    The local prototype margin (LPM) measures how far training moves the prototypes: by default, half the distance
+    between a class's prototypes before and after training, averaged over classes. With each update a client sends the
+    prototypes after training, counts of feature vectors and the LPM, for :class:`~lightning_fed.algorithms.FedMargin`
+    or for monitoring. The mean LPM is logged as ``clients/lpm``. With a plain ``L.Trainer``, prototypes and margins are
+    measured over each epoch and logged as ``prototypes/lpm`` and ``prototypes/amm`` (mean margin between classes).
 
-    ``passes="exact"`` runs the data through the model twice in evaluation mode without gradients: before and after
-    local training, on the same examples, as in the definition. ``passes="online"`` reuses the features from training:
-    prototypes *before* are from the first pass over the data, prototypes *after* from the last pass (with a single
-    pass: from the first and second half). Training with one batch gives no prototypes *before* and no LPM, so
-    :class:`~lightning_fed.algorithms.FedMargin` uses the mean LPM of other clients, with a warning. Online features
-    also depend on weight changes during the pass, augmentation and dropout. Training with few batches gives noisy
-    margins.
-
-    Exact passes run the module's ``training_step`` (with manual optimization ``validation_step``). Augmentation in the
-    data set stays active, but both passes draw the same random numbers. Batches are loaded in the main process. The
-    passes do not change the module's state or the random numbers used in training.
+    - ``passes="exact"`` follows the definition: passes the same examples through the model before and after local
+      training, in evaluation mode without gradients. The passes run the module's ``training_step``, or with manual
+      optimization ``validation_step``. Augmentation in the data set stays active, but both passes draw the same random
+      numbers. Batches are loaded in the main process. The module's state and training's random numbers do not change.
+    - ``passes="online"`` reuses features computed in training. Features from the first pass over the data give the
+      prototypes before training, and features from the last pass the prototypes after training. A single pass is
+      divided in halves. These features also depend on weight changes, augmentation and dropout, so few batches give
+      noisy margins. With one batch the LPM is missing; :class:`~lightning_fed.algorithms.FedMargin` then uses the mean
+      LPM of other clients, with a warning.
 
     Args:
         layer: Name of the layer with the features as output; ``"auto"`` for
@@ -74,8 +73,8 @@ class ClassPrototypes(RevertingCallback, FederatedCallback):
         max_batches: Maximum number of batches in an exact pass; if ``None``, all batches.
         margin: Kind of margin per class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
         class_reduction: Reduction over classes in LPM.
-        lpm_before: Prototypes *before* in the LPM: measured with the downloaded weights, or from the client's last
-            round.
+        lpm_before: Prototypes before training in the LPM: ``"download"``, measured with the downloaded weights, or
+            ``"last_local"``, from the end of the client's previous training.
 
     Saved state: the feature ``layer``. With a plain Trainer :attr:`prototypes` contains the last epoch's prototypes.
 

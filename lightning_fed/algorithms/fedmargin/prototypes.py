@@ -167,15 +167,15 @@ def aggregate_prototypes(
 
 @torch.no_grad()
 def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: PrototypeMemory = "ema") -> Prototypes:
-    r"""Updates aggregate prototypes (feature means by class over all rounds) with the prototypes of a new round.
+    r"""Combines the aggregate prototypes (feature means by class over all rounds) with a new round's prototypes.
 
     .. math:: \bar P_t[c] = \begin{cases}
         \beta \bar P_{t-1}[c] + (1 - \beta) P_t[c] & \text{if } c \text{ was known and is seen now} \\
         P_t[c] & \text{if } c \text{ is seen for the first time} \\
         \bar P_{t-1}[c] & \text{if } c \text{ is not seen now} \end{cases}
 
-    This equation is a reconstruction. With the default :math:`\beta = 0.1` new values have weight 0.9, as in FedSpace's
-    code. ``memory="cumulative"`` is the running mean weighted by counts, as in SDR's code. Counts are summed.
+    This equation reconstructs FedMargin's text. The constant :math:`\beta = 0.1` gives new values weight 0.9, as in
+    FedSpace's code. ``memory="cumulative"`` is the running mean weighted by counts, as in SDR's code. Counts are added.
 
     Args:
         previous: Aggregate prototypes :math:`\bar P_{t-1}` before the round; ``None`` in the first round.

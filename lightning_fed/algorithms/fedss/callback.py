@@ -193,9 +193,9 @@ class SampledSoftmax(FederatedCallback):
         void = task.ignore_index
         if not has_same_parameters(module, task.layer, str(self._head_name)) or (void is not None and void >= 0):
             raise MisconfigurationException(
-                f"Expected the loss to use the outputs of {self._head_name!r}, and to ignore only negative labels, "
-                f"but the loss uses {task.layer!r} with `ignore_index` {void}. In training, labels are replaced by "
-                "indices of a client's classes, so a non-negative `ignore_index` could exclude a real class: replace "
+                f"Expected the loss to use the outputs of {self._head_name!r} and no `ignore_index` of 0 or more, but "
+                f"the loss uses the outputs of {task.layer!r} and `ignore_index={void}`. In training, labels become "
+                "indices of a client's classes, and such an `ignore_index` could equal a real class's index: replace "
                 f"the ignored label by -100 in the data, or {remedy}."
             )
         return task.target

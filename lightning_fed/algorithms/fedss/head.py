@@ -1,7 +1,7 @@
 """FedSS's last layer for very many classes, which may contain weight rows for only some classes.
 
-During a visit, the layer has rows only for the client's classes, and labels are column indices. In training, the
-cross-entropy of the layer's logits equals the client's loss, so ``training_step`` needs no changes.
+While a client trains, the layer has rows only for the client's own and sampled classes, and labels are column indices.
+The cross-entropy of the layer's training logits equals the client's loss, so ``training_step`` needs no changes.
 """
 
 from __future__ import annotations
@@ -171,12 +171,12 @@ class SampledSoftmaxHead(LogitsLayer):
     def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Computes FedSS's loss while a client trains; otherwise the ordinary softmax loss.
 
-        The result equals ``F.cross_entropy(head(features), target)``, but the examples need not be the current batch.
+        Equals ``F.cross_entropy(head(features), target)``, but examples outside the current batch are also allowed.
 
         Args:
             features: Features, shape ``(*, in_features)``.
-            target: Labels as in the batch for ``training_step`` (while a client trains: column indices of the logits),
-                shape ``(*)``; -100 for no label.
+            target: Labels, shape ``(*)``; -100 for no label. While a client trains, labels are column indices of the
+                logits, as in the batch for ``training_step``.
             reduction: Mean or sum over labelled examples, or one value per example.
         """
         check_option("reduction", reduction, Reduction)

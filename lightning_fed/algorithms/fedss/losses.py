@@ -220,7 +220,7 @@ def sampled_softmax_loss(
     columns = target[target != -100]
     wrong = torch.unique(columns[~torch.isin(columns, is_positive.nonzero())])
     if len(wrong):
-        raise ValueError(f"Expected `target` to contain only columns of positives or -100, but got {wrong.tolist()}.")
+        raise ValueError(f"Expected only columns of positive classes, or -100, in `target`, but got {wrong.tolist()}.")
     num_positives = int(is_positive.sum())
     correction = log_correction(num_positives, len(is_positive) - num_positives, num_classes)
     logits = sampled_logits(logits, is_positive, correction, target, objective=objective)

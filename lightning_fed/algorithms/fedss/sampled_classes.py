@@ -69,7 +69,7 @@ class SampledClasses:
         return log_correction(num_positives, len(self.classes) - num_positives, num_classes)
 
     def subset(self, columns: Tensor) -> SampledClasses:
-        """Returns a copy with only the classes at the increasing indices ``columns``. Positive classes must remain."""
+        """Returns a copy with the classes at the sorted positions ``columns``, which must include all positives."""
         _check_increasing("columns", columns)
         count = len(self.classes)
         if len(columns) and (columns[0] < 0 or columns[-1] >= count):

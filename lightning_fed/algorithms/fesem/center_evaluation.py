@@ -20,16 +20,16 @@ _log = logging.getLogger(__name__)
 
 
 class CenterEvaluation(L.Callback):
-    """Runs the module's validation step on the validation data with each centre from :class:`FeSEM`.
+    """Evaluates each centre (model of a client cluster) from :class:`FeSEM` on the Trainer's validation or test data.
 
-    Each metric from ``validation_step`` is also logged as ``fesem/<name>``: the mean over the centres, weighted by the
-    examples of the assigned clients. Clients without a centre contribute the value of the global model. The evaluation
-    runs after Lightning's validation or test, before callbacks with a monitor. If there is no data, and before the
-    first round, nothing is logged. The cost is one validation per centre.
+    Each metric from ``validation_step`` or ``test_step`` is logged as ``fesem/<name>``: the mean over the centres,
+    weighted by the examples of the assigned clients. The global model counts as a further centre for clients
+    without a centre. The evaluation runs after Lightning's validation or test, but before callbacks that monitor a
+    metric. Before the first round, and without data, nothing is logged. The cost is one validation per centre.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(max_rounds=10, method="fesem", logger=False)  # adds it by itself
+        >>> trainer = FederatedTrainer(max_rounds=10, method="fesem", logger=False)  # adds the callback
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

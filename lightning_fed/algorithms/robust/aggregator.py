@@ -36,28 +36,28 @@ class MixedUpdate(ClientUpdate):
 
 
 def shares_of(update: ClientUpdate) -> dict[Client, float]:
-    """Maps the clients in a mixed update to their weights; an ordinary update contains one client with weight 1."""
+    """Maps an update's clients to weights: the weights in the sum for a :class:`MixedUpdate`, otherwise 1."""
     return update.shares if isinstance(update, MixedUpdate) else dict.fromkeys(update.clients, 1.0)
 
 
 class RobustAggregator(Aggregator):
     """Base class of rules that tolerate some malicious clients. Rules implement :meth:`combine`.
 
-    All n updates in a round are stored. An update is the client's model minus the global model, as one vector with all
-    shared floating-point entries. Updates are compared by inner products, and combined in chunks of coordinates. Two
-    entry types are not compared. BatchNorm's running statistics have other scales and must stay valid: the result is
-    the trimmed mean without the ``num_malicious`` smallest and largest values. The result for an integer entry is the
-    majority value, or without a majority the lower median.
+    The server stores all updates of a round. An update is the client's model minus the global model, as one vector over
+    the shared floating-point entries. A rule compares the updates by inner products, and combines the updates in chunks
+    of coordinates. BatchNorm's running statistics and integer entries are not in the vector. Each statistic becomes the
+    clients' mean without the f smallest and f largest values, and so stays valid. Each integer entry becomes the
+    majority value among the clients, or without a majority the lower median.
 
-    A round fails with fewer than ``a f + b`` updates, for the rule's class attribute ``least = (a, b)``; with f = 0 one
-    update is enough. Clients with a refused update (NaN, wrong shape, implausible norm) count among the f malicious
-    clients. Clients without an update do not count, because these may be honest.
+    A round with f malicious clients needs ``a f + b`` updates, for the rule's class attribute ``least = (a, b)``; with
+    f = 0 one update is enough. A round with fewer updates fails. Clients with a refused update (NaN, wrong shape,
+    implausible norm) count among the f clients. Clients without an update do not count, because these may be honest.
 
     Args:
         num_malicious: Number f of malicious clients per round; if ``None``, the largest number that the rule tolerates.
 
     Note:
-        A client's excluded share is 0 for the largest weight in the result, and 1 for a client without influence. Logs
+        A client's excluded share is 1 - w / m, for the client's weight w in the result and the largest weight m. Logs
         ``fed/excluded``, the sum of these shares over the round's clients, and with at most 20 clients
         ``client/<id>/excluded``, the client's mean share over rounds.
     """

@@ -53,10 +53,10 @@ def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
 
 
 def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
-    """Sorts clients by :func:`krum_scores`, lowest first.
+    """Returns the clients' indices, sorted by :func:`krum_scores` with the lowest score first.
 
-    Clients with equal scores are sorted by the distance to the nearest client, then to the second nearest, and so on.
-    The order of the rows therefore does not matter.
+    ``distances`` are squared distances between client updates, shape ``(n, n)``. Clients with equal scores are sorted
+    by the distance to the nearest client, then to the second nearest, and so on, not by the position in ``distances``.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [5.0]]).double()
@@ -143,7 +143,7 @@ def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
 
 
 def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: int) -> tuple[Tensor, Tensor]:
-    r"""Centred clipping: weights of the n updates and the previous centre, shape ``(n + 1,)``, and n clipping factors.
+    r"""Returns weights for n client updates u and the old centre (last) in the new centre v, and n clipping factors.
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right)
 
@@ -151,7 +151,7 @@ def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: in
 
     Args:
         gram: Inner products between client updates and, in the last row and column, the previous center.
-        radius: Norm :math:`\tau`; if ``None``, the median distance to the center, in each iteration.
+        radius: Largest distance :math:`\tau` to the centre; if ``None``, the median distance in each iteration.
         iterations: Number of iterations.
 
     Example:

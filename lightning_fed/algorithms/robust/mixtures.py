@@ -27,11 +27,11 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 class Mixture(CollectingStep):
-    """Base class of update steps that replace each update by a weighted sum of the round's updates, in float64.
+    """Base class of update steps that replace a round's updates by weighted sums over these updates, in float64.
 
-    With ``joins = False``, a mixed update belongs to one client, and keeps this client's BatchNorm statistics and
-    integer entries. With ``joins = True`` (:class:`Bucketing`), a mixed update belongs to all clients with a weight in
-    the sum: statistics are averaged over these clients, and integers take the majority value.
+    With ``joins = False``, each mixed update replaces one client's update. BatchNorm statistics and integer entries are
+    not mixed. With ``joins = True`` (:class:`Bucketing`), a mixed update replaces the updates from all clients with a
+    nonzero weight: BatchNorm statistics are averaged over these clients, and integer entries take the majority value.
     """
 
     refuses = ("has_clusters", "has_versions", "resizes")
@@ -40,7 +40,7 @@ class Mixture(CollectingStep):
 
     @abstractmethod
     def mixing(self, gram: Tensor) -> Tensor:
-        """Returns weights, shape ``(mixed, received)``, from the received updates' inner products ``gram``."""
+        """Weights, from the inner products ``gram``: a row for each mixed update, a column for each received update."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses aggregation rules that have a trusted client or several global models."""

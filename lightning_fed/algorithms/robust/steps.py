@@ -92,12 +92,12 @@ class Steps:
     def by_coordinate(
         self, combine: Callable[[Tensor], tuple[Tensor, Tensor]], chosen: Tensor | None = None
     ) -> tuple[State, Tensor]:
-        """Combines updates at each coordinate. Also returns, for each update, the fraction of coordinates used.
+        """Combines the client models at each coordinate. Also returns each client's fraction of coordinates used.
 
         Args:
-            combine: Maps n clients' values at k coordinates, shape ``(n, k)``, to the combined values, shape ``(k,)``,
-                and for each client the number of values used, shape ``(n,)``. Must be translation-equivariant, because
-                the values are local models instead of updates (local minus global).
+            combine: Maps n client models at k coordinates, shape ``(n, k)``, to the combined model, shape ``(k,)``, and
+                for each client the number of coordinates used, shape ``(n,)``. A constant added to all models must be
+                added to the result: then combining models gives the same result as combining updates.
             chosen: Indices of the updates to use; if ``None``, all.
         """
         indices = torch.arange(len(self)) if chosen is None else chosen

@@ -167,7 +167,7 @@ def test_networks_that_are_compiled_are_named_as_they_are():
         ("nothing", "auto", r"but got 'nothing': it has \['model'\]"),
         ("model.4", "other", "name of a layer of Task, but got 'other'"),
         ("model.4", "model.5", "Expected `network` to hold the layer 'model.4', but got 'model.5'"),
-        (FeatureLayer("model", "input"), "model", "is the data"),
+        (FeatureLayer("model", "input"), "model", "is the network's input"),
     ],
 )
 def test_layers_that_are_not_there(at, network, message):

@@ -617,7 +617,7 @@ def test_a_convolution_behind_a_layer_of_several_inputs_stays():
             with pytest.raises(ValueError, match=r"the output of 'model\.mix' has not run yet"):
                 unwrap(task)
         task(torch.randn(2, 4))
-        with pytest.raises(ValueError, match="with one input and one feature tensor"):
+        with pytest.raises(ValueError, match="to have one input and one feature tensor"):
             unwrap(task)
 
 

@@ -509,7 +509,7 @@ def test_an_epoch_without_a_length(plain_trainer):
 @pytest.mark.filterwarnings("ignore:.*persistent_workers")
 def test_persistent_workers_of_a_plain_trainer(plain_trainer):
     loader = loaders(1, persistent_workers=True)["bob"]
-    message = r"workers are persistent .*: set `persistent_workers=False` .*'online'"
+    message = r"without persistent workers, .*: set `persistent_workers=False`, .*'online'"
     for options, error in (({"layer": "net.0", "num_classes": 3}, ValueError), ({}, MisconfigurationException)):
         with pytest.raises(error, match=message):
             plain_trainer(max_epochs=1, callbacks=[ClassPrototypes(**options)]).fit(
@@ -976,8 +976,8 @@ def test_options_that_are_wrong(options, message):
         ({"ignore_index": 2}, "`ignore_index` outside the classes"),
         ({"num_classes": 300, "ignore_index": 255}, "pass `ignore_index=None`"),
         ({"exclude_classes": [3]}, "`exclude_classes` to be in 0 to 2, but got 3"),
-        ({"target": "z"}, "`target` to be in the batch, but got 'z' for a batch of positions 0 to 1"),
-        ({"target": 5}, "`target` to be in the batch, but got 5 for a batch of positions 0 to 1"),
+        ({"target": "z"}, "`target` to be an index or key in the batch, but got 'z' for a batch with positions 0 to 1"),
+        ({"target": 5}, "`target` to be an index or key in the batch, but got 5 for a batch with positions 0 to 1"),
         ({"num_classes": 2}, r"`labels` to be in 0 to 1 or `ignore_index` \(255\), but got 2"),
     ],
 )

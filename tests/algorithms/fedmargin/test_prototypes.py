@@ -238,11 +238,9 @@ def test_what_cannot_be_aggregated():
         aggregate_prototypes([client], "size")
     with pytest.raises(ValueError, match="at least one client, but got none"):
         aggregate_prototypes([])
-    with pytest.raises(
-        ValueError, match=r"means with shape \(4, 2\) and counts with shape \(4,\) for means with shape \(3, 2\)"
-    ):
+    with pytest.raises(ValueError, match=r"means \(4, 2\) and counts \(4,\), and the first set has means \(3, 2\)"):
         aggregate_prototypes([client, prototypes({0: (1, 2)}, num_classes=4)])
-    with pytest.raises(ValueError, match=r"counts with shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"counts \(2,\)"):
         aggregate_prototypes([Prototypes(client.means, client.counts[:2])])
     for sizes in (None, [1, 2], [-1]):
         with pytest.raises(ValueError, match="`num_samples` to contain 1 non-negative numbers of examples"):
