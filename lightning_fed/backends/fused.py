@@ -49,11 +49,11 @@ KNOWN_VERSIONS = ("2.5.", "2.6.")
 
 
 class BatchLoop:
-    """Trains the batches after the current batch inside the hook ``on_train_batch_end``, faster than Lightning's loop.
+    """Trains many batches within one call of the hook ``on_train_batch_end``, faster than Lightning's loop.
 
     The order and arguments of all implemented hooks, the counters, the logged values and the log steps are equal to
-    Lightning's loop. Lightning's code executes manual optimization, gradient accumulation, loss scaling and a module's
-    ``optimizer_step``.
+    Lightning's loop. For manual optimization, gradient accumulation, loss scaling or a module with ``optimizer_step``,
+    the batch loop calls Lightning's optimization code.
     """
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:

@@ -1,6 +1,6 @@
 """Logging with several processes. At the end of a round, every process logs the values aggregated over all processes.
 
-Lightning can only reduce values logged under the same names in all processes. Here a process may train no client.
+Lightning aggregates a value only if all processes log the same name, but a process without clients logs no name.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ LogPart: TypeAlias = tuple[Mapping[str, _Entry], Mapping[str, LoggedValue]]
 class DistributedLog(RevertingCallback):
     """Replaces ``LightningModule.log`` during batches, because each process trains only some of the clients.
 
-    Per-step values are passed directly to Lightning. Only the first process has loggers. Per-epoch values are reduced
-    as in Lightning (means weighted by batch size), and logged after a round's last client (:meth:`log_all`) and at the
-    end of an evaluation. Lightning also receives the metrics from torchmetrics, and synchronises the metrics' states.
+    Values logged per step go directly to Lightning; only the first process has loggers. Numbers logged per epoch are
+    reduced over all processes (means weighted by batch size) after a round's last client (:meth:`log_all`), or at the
+    end of an evaluation. Lightning receives metric objects, and combines the metrics' states from all processes.
     """
 
     def __init__(self) -> None:

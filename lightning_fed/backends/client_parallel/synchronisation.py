@@ -56,7 +56,7 @@ class _Share:
 
 
 def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
-    """Sends the values from all processes to a callback's generator ``flow``. A second ``yield`` is an error."""
+    """Resumes a callback's generator ``share_round`` with the values from all processes. A second ``yield`` fails."""
     with suppress(StopIteration):
         flow.send(values)
         raise RuntimeError(
@@ -238,7 +238,7 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
 
 
 def shares_notes(callback: FederatedCallback) -> bool:
-    """True if a callback exchanges values between processes: overrides ``share_round`` or has ``shared_attribute``."""
+    """True if a callback sends data from client updates to all processes: ``share_round`` or ``shared_attribute``."""
     return hasattr(callback, "shared_attribute") or is_overridden("share_round", callback, FederatedCallback)
 
 

@@ -158,7 +158,7 @@ class RankRunner(ClientRunner):
 
 
 class RankSide(RemoteServerSide):
-    """Represents the server in each DDP process. The first process writes files after the others have read them."""
+    """Stands for the server in a DDP process. Other processes read the stored tensors before the first one writes."""
 
     def start(self, fit: FederatedFit) -> None:
         strategy = fit.trainer.strategy
@@ -178,7 +178,7 @@ class _ReadStore(FolderStore):
 
 
 def answer_visit(arguments: tuple[Any, ...]) -> Any:
-    """Builds a process's runner. Returns a function that trains the client and raises all errors as ``ClientFault``."""
+    """Creates a DDP process's runner. Returns a function to train a client; all errors are raised as ClientFault."""
     return partial(_answer_visit, RankRunner(*arguments))
 
 

@@ -109,7 +109,7 @@ class Registry:
 
 
 class Connection(socket.socket):
-    """Connection from another machine. Until a registered node signs a call, the connection is a *stranger*."""
+    """Connection from another machine: a *stranger*, except during a call signed by a registered node."""
 
     peer: tuple[Any, ...]  # address and port
     network: bytes  # an IPv4 address, or the first 64 bits of an IPv6 address: a network may have 2^64 addresses
@@ -121,7 +121,7 @@ class Connection(socket.socket):
 
 
 class Listener(socket.socket):
-    """Listening socket that limits *strangers*: open connections without a call signed by a registered node so far.
+    """Listening socket that limits *strangers*: open connections without a running signed call from a registered node.
 
     At the limit, a new connection replaces the oldest stranger. ``strangers`` maps remote addresses to connections, for
     all listeners in this process, oldest first.
@@ -161,7 +161,7 @@ class Listener(socket.socket):
 
 
 def watch(connection: Connection) -> None:
-    """Closes a connection after ten seconds, unless a registered node has signed a call on the connection."""
+    """Closes the connection in ten seconds, unless a call signed by a registered node is in progress then."""
     Listener.strangers[connection.peer] = connection
     asyncio.get_running_loop().call_later(_STRANGER_SECONDS, _end, connection)
 
@@ -280,7 +280,7 @@ async def _answer(send: Send, status: int, body: bytes) -> None:
 
 
 def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: str, key: str, database: str) -> None:
-    """Forwards calls to a SuperLink, without end. ``database``: the SuperLink's SQLite file with public keys."""
+    """Runs the gateway until the process ends. ``database``: the SuperLink's SQLite file with nodes' public keys."""
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners = [Listener(family, address) for family, address in {(info[0], info[4]): None for info in infos}]
     config = uvicorn.Config(

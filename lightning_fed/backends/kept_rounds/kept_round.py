@@ -146,8 +146,8 @@ def replay_round(
     chain = federation.server.chain
     if chain.describe() != content["steps"] or chain.reveals != "update":
         raise OptionError(
-            f"Expected a federation with the update steps {content['steps']}, without secure sum or noise, but got "
-            f"{chain.describe()}: give the run's recipe."
+            f"Expected the update steps of the run that stored the round, {content['steps']}, without secure sum or "
+            f"noise, but got {chain.describe()}: give the run's recipe."
         )
     if federation.method.name == content["method"]:
         chain.load_state_dict(content["chain"])

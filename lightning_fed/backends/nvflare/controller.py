@@ -92,7 +92,7 @@ class FederationController(Controller):  # type: ignore[misc]
         self._key = read_private_key(key)
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        """Patches NVFLARE, so that an answer from a client that cannot be decoded does not end the job."""
+        """Patches NVFLARE at the job's start: if decoding a client's answer fails, the server process does not exit."""
         _survive_bad_answers()
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:

@@ -23,10 +23,10 @@ _TICK = 3.0  # seconds between a change of a connection and the server's reactio
 class Message:
     """Message from the server to a client, with the times of delivery and answer.
 
-    Times are in seconds, and ``None`` before the event: ``arrived_at`` (the first answer, ``reply``, is available),
-    ``closed_at`` (the server stops waiting) and ``given_up_at`` (the server gives up the connection). ``start`` counts
-    how often the client's process had started before the message was sent. ``is_damaged`` is true if the network has
-    changed the answer.
+    Times are in simulated seconds; a time is ``None`` until the event. At ``arrived_at`` the client's first answer
+    (``reply``) is available to the server. At ``closed_at`` the server has an answer or stops waiting for an answer. At
+    ``given_up_at`` the server treats the client's connection as lost. ``start`` counts the starts of the client's
+    process before the message was sent. ``is_damaged`` is true if the network has changed the answer.
     """
 
     name: str

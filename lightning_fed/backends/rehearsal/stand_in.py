@@ -61,7 +61,7 @@ def train_stand_in(state: State, visit: Visit, stored: Mapping[str, Tensor]) -> 
 
 
 class RehearsedRunner(ClientRunner):
-    """Client program in a simulated deployment. Training takes simulated time, and is real if ``trains``."""
+    """Client program in simulated time. Trains the model if ``trains``, otherwise calls :func:`train_stand_in`."""
 
     def __init__(
         self,

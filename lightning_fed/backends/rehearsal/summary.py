@@ -33,8 +33,9 @@ def rank_outcomes(outcomes: Sequence[Outcome]) -> list[Outcome]:
 def suggest_deadline(plan: Plan, outcomes: Sequence[Outcome]) -> str:
     """Suggests arguments for :class:`Deadline` from the answer times in all rehearsals (simulated fits).
 
-    ``seconds`` is 1.2 times the 99 % quantile of the clients' answer times. ``min_clients`` is the number of valid
-    updates reached in 95 % of the rounds. ``rest``, the time for other answers, is the 95 % quantile minus the median.
+    ``seconds`` is 1.2 times the 99 % quantile of the clients' answer times. In 95 % of the rounds, the server received
+    at least ``min_clients`` valid updates. ``rest``, the waiting time after ``min_clients`` answers, is the 95 %
+    quantile of the answer times minus their median.
     """
     times = [seconds for outcome in outcomes for seconds in outcome.answer_seconds]
     if not times:

@@ -52,8 +52,9 @@ class _Change:
 class Machine:
     """A simulated machine with a process, a disk, a clock and a connection.
 
-    ``starts`` counts the starts of the process. ``is_dead`` is true after the simulated end of the process: file
-    operations in exception handlers then fail. ``lost`` maps each file to the most changes undone by one power failure.
+    ``starts`` counts the starts of the process. ``is_dead`` is true after the simulated end of the process: exception
+    handlers still run, but cannot change files. A simulated power failure undoes recent file changes; ``lost`` maps
+    each file to the largest number undone by one power failure.
     """
 
     def __init__(self, name: str, profile: Profile, folder: Path, world: World) -> None:
@@ -230,8 +231,9 @@ class Machine:
 class World:
     """Virtual clock and queue of events; replaces the module ``time`` in backends.
 
-    ``offset`` is the time used by the running process since ``now``, in seconds. ``scale`` is the number of bytes
-    in the real model for each byte in the simulated model. ``log`` contains events as (seconds, machine, text).
+    ``now`` is the time of the current event in seconds, and ``offset`` is the time used by the running process since
+    then. Message and file sizes are multiplied by ``scale``, the real model's size divided by the simulated model's
+    size. ``log`` contains events as (seconds, machine, text).
     """
 
     def __init__(self, seed: int, scale: float = 1.0) -> None:

@@ -144,9 +144,10 @@ class SiteGate:
     def _judge(
         self, policy: SitePolicy, record: Record, order: Order, reply: Packet | Refusal | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Checks a server's message, or a client's reply, by the site policy. Raises ``Refusal`` if forbidden.
+        """Checks a server's message, or a client's ``reply``, by the policy. Raises ``Refusal`` if forbidden.
 
-        Returns the values in the policy's rules that allowed the message, and the reply's entry and metric names.
+        Returns content for the site's record: by policy rule, the setting that allowed the message or reply; and all
+        tensor names and metric names in the reply.
         """
         if isinstance(reply, Refusal):
             raise reply

@@ -105,7 +105,7 @@ class RequiredStep:
     at_most: Mapping[str, float] = field(default_factory=dict)
 
     def find_fault(self, half: Half) -> str | None:
-        """Returns why ``half`` violates this rule, for example by a missing step; ``None`` if the rule is fulfilled."""
+        """Returns why the client program ``half`` breaks this rule (such as a missing step), or ``None``."""
         reason: str | None = f"the federation has no {self.name}"
         for index, step in enumerate(half.steps):
             if type(step).__name__ == self.name:
@@ -134,7 +134,7 @@ class RequiredStep:
 
 @dataclass(frozen=True)
 class SitePolicy:
-    """A site's rules for servers and data. Lists contain patterns (:mod:`fnmatch`); an empty list allows nothing.
+    """A site's rules for servers and data. Allowed names are patterns (:mod:`fnmatch`); an empty list allows no name.
 
     Args:
         digest: Hash of the policy file.
@@ -147,10 +147,10 @@ class SitePolicy:
         extras: Allowed names of the method's additional tensors and of BatchNorm statistics.
         metrics: Allowed names of logged values, and of values and metrics from an evaluation.
         counts: Allowed counts: ``"num_samples"`` (examples), ``"steps"`` (optimizer steps).
-        rounds_per_day: Maximum answers per kind and client in any 24 hours.
+        rounds_per_day: Maximum requests per answer kind and client in any 24 hours.
         bytes_per_day: Maximum bytes in all answers in any 24 hours.
         clients_per_sum: Minimum clients in a secure sum; if set, a secure sum is mandatory.
-        steps: Update steps that the chain must contain.
+        steps: Update steps or callbacks that the client's program must contain.
         faults: Text sent to the server for refusals and faults: a constant (``"constant"``), or the reason
             (``"text"``).
         record: Path of the site's message log, relative to the policy's folder.
@@ -183,7 +183,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Returns the policy values permitting a message to the client program ``half``, or raises ``Refusal``."""
+        """Returns, by rule, the settings that allow a request to the client program ``half``, or raises ``Refusal``."""
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed
@@ -215,9 +215,10 @@ class SitePolicy:
         _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
-        """Checks an answer with the kind ``answer`` and the JSON message ``text``. Raises ``Refusal`` if forbidden.
+        """Checks a client's answer by this policy, before the answer leaves the site. Raises ``Refusal`` if forbidden.
 
-        Returns the matching patterns by rule, and all entry names and metric names in the answer.
+        ``answer`` is the kind, and ``text`` the JSON message. Returns the patterns with a matching name, by rule, and
+        all tensor names and metric names in the answer.
         """
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]

@@ -125,8 +125,9 @@ ROTATION = "rotation"
 class Record:
     """An append-only log of all messages at a site, shared by one or more processes.
 
-    ``recent`` contains the lines from the 24 hours before the last line, and ``last`` is the last line. The head file
-    stores the last line's number and digest. A missing log is created, but is an error if the head file exists.
+    ``last`` is the newest line, and ``recent`` contains the lines from the 24 hours up to this line. A second file, the
+    head file, stores the newest line's number and digest. If the log is missing, a new log begins, unless a head file
+    exists: then a ``RecordError`` is raised.
     """
 
     def __init__(self, path: Path, head: Path) -> None:
@@ -142,7 +143,7 @@ class Record:
         """Context with the site's record open and locked. Raises ``RecordError`` if newly added lines are invalid."""
         is_new, head = not self._path.exists(), self._read_head()
         if is_new and head[0]:
-            raise RecordError(f"the record is missing, but has {head[0]} lines according to {str(self._head)!r}")
+            raise RecordError(f"the record is missing, but must have {head[0]} lines according to {str(self._head)!r}")
         check_parents(self._path)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
         for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # some systems do not define all flags

@@ -27,13 +27,13 @@ class GroupLoader(RoundLoader):
     """Dataloader of a round with groups of clients that train simultaneously; yields lists of :class:`StackedBatch`.
 
     Args:
-        arguments: The arguments of :class:`RoundLoader`.
+        arguments: Positional arguments for :class:`RoundLoader`.
         size: Maximum number of clients per group.
         is_equal: Whether all clients in a group must have the same number of batches.
-        draws: Whether training also draws from Python's and NumPy's generators, not only from PyTorch's.
+        draws: Whether training also draws random numbers from Python's and NumPy's generators, not only from PyTorch's.
 
     Attributes:
-        numbers: Random generators for the clients in training; ``None`` for a single client.
+        numbers: The random generators of the clients that train now; ``None`` if only one client trains.
     """
 
     def __init__(self, *arguments: Any, size: int, is_equal: bool, draws: bool) -> None:

@@ -89,7 +89,7 @@ class Vectorized(VisitsAtOnce):
 
 
 class _Measured(NamedTuple):
-    """Measured fastest number of simultaneous clients for models of at most a certain size, and the speed-up."""
+    """Benchmark result: fastest number of clients to train at once, for models up to a size, with the speed-up."""
 
     most_parameters: int
     has_convolutions: bool

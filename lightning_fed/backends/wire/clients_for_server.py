@@ -437,7 +437,11 @@ def _repeat_steps(optimizers: LocalOptimizers, steps: Sequence[int]) -> dict[str
 
 @dataclass
 class RemoteVisit:
-    """State of a client's training on another machine: index, hash of the request, broadcast, reported steps."""
+    """Server's data on one client's training on another machine, in one round.
+
+    ``position`` is the client's index in the round, ``asked`` the hash of the client's request for parameter rows, and
+    ``steps`` the report with an accepted update.
+    """
 
     visit: Visit
     position: int

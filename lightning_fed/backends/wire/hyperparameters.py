@@ -38,7 +38,7 @@ def _pack(value: Any, path: str) -> Any:
 
 
 def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
-    """Selects the values in ``numbers`` with the keys in ``like``. If ``numbers`` lacks a key, raises an error.
+    """Restricts nested ``numbers`` to the keys in ``like``. A missing key, or a type unlike ``like``, is an error.
 
     Example:
         >>> fit_numbers({"lr": [0.1], "more": 1}, {"lr": [0.2]})

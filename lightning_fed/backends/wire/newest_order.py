@@ -12,9 +12,9 @@ from lightning_fed.messages import file_name
 
 
 def refuse_older_order(folder: Path, train_request: TrainRequest) -> None:
-    """Stores a train request as the client's newest. If a newer request is stored, raises ``ClientFault``.
+    """Stores a client's train request in a file. Raises ``ClientFault`` if the file contains a newer request.
 
-    Training for an older request would overwrite newer client state. Requests are ordered by ``start`` and round.
+    An older request would overwrite newer client state. Requests are compared by server start (``start``), then round.
     """
     visit = train_request.visit
     path, order = folder / "orders" / file_name(visit.client), [train_request.start, visit.round]

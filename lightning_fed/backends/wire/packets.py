@@ -79,17 +79,17 @@ class TrainRequest:
         run: Name of the fit. Client state from other fits is ignored.
         visit: The local training to execute.
         kept: Round of the stored client state to start from; -1 for a client without stored state.
-        needed: The client may delete states from rounds before this round, except the newest such state.
+        needed: Round number. The client may delete states from earlier rounds, except the newest among these.
         seed: Seed of the federation, for the construction of the model.
         frozen: Hash of the frozen model tensors, never sent. Server and client must have equal values.
         hyperparameters: Optimizer options for the round, and initial states of per-step schedulers and loss scale.
-        asked: Hash of the client's request for table rows, answered by this message; empty without a request.
-        held: Hash of the model tensors omitted from this message, as stored by the client; empty if none.
-        keeps: Whether the client must store this message's model tensors, for omission from later messages.
+        asked: Hash of the client's request for parameter rows, if this message is the answer; otherwise empty.
+        held: Hash of the model tensors omitted from this message because the client stores the tensors, or empty.
+        keeps: Whether the client must store this message's model tensors, because later messages may omit the tensors.
         peers: Clients in the secure sum, including this client; ``None`` without a secure sum.
-        head: Number and digest of the newest line in the site's record that the server knows; ``None`` if unknown.
-        start: Number of the server's start. Later starts have larger numbers.
-        question: Question from a server callback to the client, without training; ``None`` in a round.
+        head: Number and digest of the last line in the site's message log known to the server; ``None`` if unknown.
+        start: Number for this start of the server program. A later start has a larger number.
+        question: Question from a server callback, for an answer without training; otherwise ``None``.
     """
 
     run: str
@@ -317,7 +317,7 @@ def _check_train_request(train_request: TrainRequest) -> None:
     if visit.seed >= 2**32:
         raise TypeError(f"the seed {visit.seed} of the visit is invalid")
     if visit.portion is not None and not (isinstance(visit.portion, int | float) and 0 <= visit.portion < 1):
-        raise TypeError(f"the field portion has the invalid value {visit.portion!r}")
+        raise TypeError(f"the visit's `portion` must be None or a number in [0, 1), but is {visit.portion!r}")
     for name, kind in _TYPES.items():
         if not isinstance(getattr(train_request, name), kind):
             raise TypeError(f"the field {name} has the invalid value {getattr(train_request, name)!r:.100}")
@@ -347,7 +347,7 @@ def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") ->
 
 
 def find_bad_size(packet: Packet, model: State) -> str | None:
-    """Describes by how much an answer exceeds the limits for the given model; ``None`` if within the limits."""
+    """Describes an answer with more characters or tensor bytes than allowed for an update to ``model``, or ``None``."""
     size = sum(value.numel() * value.element_size() for value in model.values())
     longest, largest = _TEXT[0] + _TEXT[1] * len(model), _DATA[0] + _DATA[1] * size
     if len(packet.text) > longest or len(packet.data) > largest:
@@ -359,7 +359,7 @@ def find_bad_size(packet: Packet, model: State) -> str | None:
 
 
 def write_request(request: Request) -> Packet:
-    """Creates a message with a client's request for table rows. Tables with equal row indices share one list."""
+    """Creates a message with a client's request for parameter rows. Parameters with equal row indices share a list."""
     lists = distinct(request.rows)
     same = {name: next(key for key in lists if torch.equal(lists[key], rows)) for name, rows in request.rows.items()}
     return write_packet("request", {"client": request.client, "same": same}, rows=lists, extras=request.extras)

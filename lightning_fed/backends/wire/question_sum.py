@@ -1,9 +1,8 @@
-"""Secure sum over clients' answers to a question: the server learns the sum, but no single answer.
+"""Secure sum over clients' answers to a question from a server callback: the server learns the sum, no single answer.
 
-A callback's question is a dictionary. If the dictionary has the key ``"sum"``, each client answers with one tensor of
-integers modulo 2^256 (``privacy/masked_sums.py``), and the server learns only the sum. The key's value is a name for
-the sum. For each name, a client helps to unmask sums over only one set of clients: the difference between sums over two
-sets could reveal an answer.
+The question is a dictionary. If the dictionary has the key ``"sum"``, with the sum's name as value, each client answers
+with one tensor of large integers (``privacy/masked_sums.py``), and the server learns only the sum. A client refuses to
+unmask two sums with the same name over different sets of clients, because the difference could reveal an answer.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ def ask_sum(
 ) -> Replies:
     """Runs a secure sum over the answers to a question. Yields (client, reason) for missing clients, finally the sum.
 
-    ``visits`` contain the clients to ask. ``ask(visits, clients)`` sends the question to the clients in the secure sum,
-    and yields masked answers. The sum is a ``ClientUpdate`` with the summed clients in ``members``. As a side effect,
-    ``server.report`` (the log of the last round) is overwritten.
+    ``visits`` contain the clients to ask. ``ask`` receives the visits and names of clients with exchanged keys, sends
+    the question to these clients, and yields masked answers. The sum is a ``ClientUpdate`` with the summed clients in
+    ``members``; with too few answers, no sum is yielded. ``server.report`` (the last round's log) is overwritten.
     """
     step = next(step for step in server.chain.steps if isinstance(step, SecureSum))
     server.report.round, server.report.failed = _ROUND, {}
@@ -66,7 +65,7 @@ def ask_sum(
 
 
 def mask_answer(answer: ClientUpdate, train_request: TrainRequest, sum_of: Callable[[str], ClientSum]) -> None:
-    """Masks a client's answer to a question in place. If the server requests no mask, raises ``ClientFault``."""
+    """Masks the tensor in a client's answer for a secure sum, in place. Unmasked values raise ``ClientFault``."""
     peers = train_request.peers
     if answer.metrics or (answer.extras and peers is None):
         raise ClientFault(NOT_MASKED)

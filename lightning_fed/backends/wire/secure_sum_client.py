@@ -49,15 +49,15 @@ NOT_SUMMED = "the server has a secure sum, but the client's federation has none"
 class ClientSum:
     """Client side of the secure sums in a run: encryption keys, secret shares, and the masked update.
 
-    The protocol has these steps per round, each executed at most once: publish keys; send shares of two secrets to the
-    other clients; open (decrypt) received shares; mask the update; release shares to the server. A file stores the
-    values for the next step, because a new process may handle each message. Each step deletes the previous step's file,
-    and the last step stores no file. Therefore the client never uses the same masks for two vectors, and releases only
-    one share from every other client: either for the first or for the second secret.
+    A client has two secrets: a seed for the client's private mask, and a secret for the masks shared with each other
+    client. The protocol has five steps: publish keys; send shares of both secrets to the other clients; decrypt the
+    received shares; mask the update; release shares to the server. A file stores the values for the next step, because
+    a new process may handle each message. Each step deletes the previous file, so no step runs twice with the same
+    secrets: the client masks only one vector, and releases only one share per client, for one secret.
 
-    A restarted sum (after a client sent unreadable shares, or the server was killed) has new keys. If the client has
-    released shares in this round, the client releases shares again only for the same set of clients. The difference
-    between sums over two sets would reveal an update.
+    A sum restarts with new keys after unreadable shares, or after the server was killed. If the client has already
+    released shares in the round, the client releases new shares only for the same set of clients, because the
+    difference between sums over two sets would reveal an update.
 
     ``share`` is the fraction of clients required to unmask a sum, more than one half.
     """
@@ -115,8 +115,8 @@ class ClientSum:
         self._check_count(len(peers), request.least)
         if request.least < self._share * len(peers) - 1e-9:
             raise SumError(
-                f"{request.least} of {len(peers)} clients could unmask the sum, but the client's federation "
-                f"requires a fraction of at least {self._share:.3g}"
+                f"{request.least} of {len(peers)} clients would suffice to unmask the sum, but the client's federation "
+                f"requires at least the fraction {self._share:.3g} of the clients (`threshold`)"
             )
         check_peers(peers, self._client, secrets.public, request.least)
         sealed, own = share_secrets(secrets, self._client, peers, request.least, self._context(request.round))

@@ -78,7 +78,7 @@ def read_sum_request(packet: Packet) -> SumRequest:
         raise PacketError("the request has missing or unknown fields")
     stage, peers, survivors = header["stage"], header["peers"], header["survivors"]
     if stage not in get_args(Stage):
-        raise PacketError(f"the step {stage!r:.100} is invalid")
+        raise PacketError(f"the request names the unknown step {stage!r:.100} of a secure sum")
     bad_place = find_bad_place(header["run"], header["client"], header["round"])
     if bad_place is not None:
         raise PacketError(bad_place)

@@ -128,7 +128,7 @@ def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least
             raise SumError("two clients in the secure sum have the same public key")
     if not len(peers) / 2 < least <= len(peers):
         raise SumError(
-            f"the server asks {least} of {len(peers)} clients to restore a secret, but more than half must be necessary"
+            f"the server's threshold is {least} of {len(peers)} clients, but must be more than half and at most all"
         )
 
 
@@ -182,11 +182,11 @@ def find_masks(
 ) -> tuple[Vector, list[Client]]:
     """Computes the sum of the masks, to subtract from a sum of masked vectors. Also returns clients with wrong shares.
 
-    Restores one secret per client in ``peers`` (client to public keys): the private seed if the client's vector is in
-    the sum (client in ``survivors``), otherwise the pairing secret. ``shares[holder][peer]`` is the holder's share of
-    this secret, and ``positions[holder]`` the share's number. ``zeros`` has the vectors' shape and dtype. ``context``
-    is from :func:`context_of`. Raises ``SumError`` for fewer than ``least`` holders, or if a restored secret does not
-    match the public keys.
+    The sum contains the vectors from the ``survivors``. Subtracted are each survivor's private mask, and the pairwise
+    masks between survivors and the other clients in ``peers`` (client to public keys). Each mask derives from a secret,
+    restored from shares: ``shares[holder][peer]`` is the share of client ``peer``'s secret sent by client ``holder``,
+    and ``positions[holder]`` the share's index. ``zeros`` has the vectors' shape and dtype, and ``context`` is from
+    :func:`context_of`. Fewer than ``least`` holders, or a secret unlike the public keys, raise ``SumError``.
     """
     if len(shares) < least:
         raise SumError(f"{len(shares)} clients have answered, but {least} are necessary to unmask the sum")
@@ -222,8 +222,8 @@ def _restore(
     if len(opened) < least:
         raise SumError(
             f"{len(held) - len(opened)} of {len(held)} clients cannot decrypt the shares from client {dealer!r}, but "
-            f"this client's {secret_name} requires {least} readable shares: either this client is at fault, or all "
-            "clients without a readable share",
+            f"restoring the sender's {secret_name} requires {least} decrypted shares: the sender is at fault, or all "
+            "clients without a decrypted share",
             dealer,
         )
     for holders in itertools.islice(itertools.combinations(opened, least), _MOST_TRIES):

@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 class ServerSum:
     """Server side of the secure sum for one round.
 
-    ``distrusted`` is the set of clients excluded for unusable shares of a secret, in this sum or an earlier sum.
-    ``peers`` maps each client in the sum to the client's public keys, in the order used by all clients.
+    ``distrusted`` contains clients excluded from the run's sums: shares of such a client's secret were unreadable or
+    wrong. ``peers`` maps each client in the sum to public keys; messages list the clients in the same order.
     """
 
     def __init__(

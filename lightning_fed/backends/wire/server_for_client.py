@@ -63,10 +63,10 @@ def find_public_reason(error: Exception) -> str:
 
 
 class RemoteServer(ServerInterface):
-    """Represents the server on a client's machine, for one received broadcast and one update.
+    """Stands in for the server on a client's machine: returns the received broadcast, and stores the client's update.
 
-    ``asked`` is the hash of the client's request for table rows, answered by ``broadcast``; empty without a request. If
-    the client cannot send an update, ``fault`` is the reason.
+    ``asked`` is the hash of the request for parameter rows that led to ``broadcast``; empty without a request. If the
+    client cannot send an update, ``fault`` is the reason.
     """
 
     def __init__(self, server: ServerInterface, broadcast: Broadcast, asked: str) -> None:
@@ -85,15 +85,15 @@ class RemoteServer(ServerInterface):
         broadcast.state, broadcast.extras = on_device(broadcast.state, device), on_device(broadcast.extras, device)
 
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Returns the broadcast that this client has received from the server.
+        """Returns the broadcast for this client, already received from the server.
 
-        Raises ``ClientFault`` if the broadcast contains NaN or infinite values, or if ``request`` differs from the
-        request that the broadcast answers.
+        Raises ``ClientFault`` for implausible values in the broadcast (such as NaN), or if the broadcast answers
+        another request than ``request`` (compared by hash).
         """
         request = Request(client) if request is None else request
         if self._asked and digest_request(request) != self._asked:
             raise ClientFault(
-                "the client's second request for this round differs from the first: make the order of the data constant"
+                "the client requests other rows for training than before in this round: make the data order repeatable"
             )
         fault = find_implausible(self._broadcast.state | self._broadcast.extras)
         if fault is not None:
@@ -128,11 +128,11 @@ class RemoteServer(ServerInterface):
 
 
 class RemoteServerSide(RemoteSide):
-    """Connects a client's fit with the server's message: a request to train, or a query (such as for scores).
+    """Takes the server's place in a client's fit, for one message: a request to train, or a query (such as for scores).
 
     Before training, ``judge_entries`` raises an error if the site's policy forbids sending a model tensor. ``held``
-    stores model tensors from earlier messages. After training, ``left`` contains step counts of per-step schedulers and
-    the loss scaler's state, or ``None`` if both are absent.
+    stores tensors from earlier messages, to fill in tensors omitted from this message. After training, ``left`` has
+    values for the answer: step counts of per-step schedulers and the loss scaler's state, or ``None`` without both.
     """
 
     has_server = False
@@ -178,9 +178,9 @@ class RemoteServerSide(RemoteSide):
         frozen = {name: entries[name] for name in entries if fit.policies[name] == "frozen"}
         if digest(frozen) != train_request.frozen:
             raise HalvesMismatch(
-                "the server has other values for the entries that are never sent "
-                f"({', '.join(frozen) or 'none on this client'}): server and client need the same model with the same "
-                "weights"
+                "server and client have different frozen entries, which are never sent (frozen on the client: "
+                f"{', '.join(frozen) or 'none'}): both programs need the same model, the same option `frozen` and "
+                "equal initial weights"
             )
         if fit.is_batch_norm_fixed:
             freeze_batch_norm(fit.module)  # as in a round
@@ -236,8 +236,8 @@ class RemoteServerSide(RemoteSide):
                 steps = optimizers.steps_of(end)
                 if steps is None:
                     raise MisconfigurationException(
-                        "Expected per-step schedulers with `last_epoch` in the state, to count steps for the server, "
-                        f"but got states {[sorted(state) for state in optimizers.start['schedulers']]}."
+                        "Expected `last_epoch` in the state of every per-step scheduler, to count the client's steps, "
+                        f"but got {[sorted(state) for state in optimizers.start['schedulers']]}: use other schedulers."
                     )
                 self.left = {"steps": steps, "scaler": pack_numbers(end["scaler"])}
             return
@@ -256,7 +256,7 @@ class RemoteServerSide(RemoteSide):
         step = forward_step(module)
         try:
             if step is None:
-                raise ClientFault("the client's module needs a `validation_step`, because optimization is manual")
+                raise ClientFault("to measure BatchNorm with manual optimization, the module needs `validation_step`")
             round.local.load_client(visit.client, ask_server(fit, Request(visit.client)).state)
             measured = client_statistics(trainer, module, fit.population, visit, measured_layers(fit), step)
             self.answer = ClientUpdate(visit.client, fit.population.num_samples(visit.client), {}, measured)

@@ -166,9 +166,9 @@ class Transport(ABC):
     ) -> tuple[Client, Answer] | None:
         """Waits for the next answer to one of ``messages``. Returns the client and the answer.
 
-        The answered message is removed from ``messages``. After the time limit for an answer, or a lost connection, the
-        returned answer is a text with the reason. If a client's process restarts, the message is sent again, in the
-        packet ``again(client)``. After ``seconds`` without an answer, returns ``None``.
+        The method waits at most ``seconds``, and then returns ``None``. The answered message is removed from
+        ``messages``. If a client's connection is lost, or the client exceeds the time limit in ``deadline``, the
+        answer is a text with the reason. If a client's process restarts, the client receives ``again(client)``.
         """
         self._count_late()
         end = time.monotonic() + seconds
@@ -190,7 +190,10 @@ class Transport(ABC):
         return self._miss(message, again) if answer is None else answer
 
     def _miss(self, message: Message, again: Callable[[Client], Packet] | None) -> Answer | None:
-        """Checks a client's connection. Returns a reason to stop waiting, or ``None``. After a restart, resends."""
+        """Checks a client's connection. Returns ``None`` to wait for the answer, or a text with the reason to stop.
+
+        If the client has restarted, sends the packet ``again(client)``.
+        """
         now = time.monotonic()
         if now - message.checked_at < _LOOK:
             return None

@@ -108,7 +108,7 @@ def test_orders_and_updates():
     reply = read_reply(packet, 4)
     assert isinstance(reply, tuple)
     assert (reply[0].num_samples, reply[0].metrics, reply[1]) == (9, {"loss": 0.1}, Answer(5, {"scaler": {}}))
-    with pytest.raises(PacketError, match="answers for client 4"):
+    with pytest.raises(PacketError, match="the answer is from client 4"):
         read_reply(packet, "4")
 
 

@@ -174,7 +174,11 @@ def test_a_client_that_was_started_again_is_asked_again(clock):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"seconds": 0}, "positive times"), ({"rest": -1}, "positive times"), ({"min_clients": 0}, "min_clients")],
+    [
+        ({"seconds": 0}, "`seconds` above 0"),
+        ({"rest": -1}, "`rest` and `reconnect` of at least 0"),
+        ({"min_clients": 0}, "min_clients"),
+    ],
 )
 def test_deadlines_that_there_are_not(options, message):
     with pytest.raises(ValueError, match=message):
