@@ -110,7 +110,7 @@ class FederatedCLI(LightningCLI):
             )  # fmt: skip
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the command line. A model class in a checkpoint's hyper-parameters replaces the recipe's model."""
+        """Parses the command line. If the ``ckpt_path`` checkpoint stores no class, the recipe's model is used."""
         super().parse_arguments(parser, args)
         options = self.config.get(self.config.get("subcommand", ""), {})
         path = options.get("ckpt_path")

@@ -79,7 +79,7 @@ def _passes(loader: Any, datamodule: Any, federation: Federation) -> Fraction:
 
 
 class _Rounds:
-    """Dataloader with one epoch per round. An epoch continues the previous epoch's pass over the data."""
+    """Dataloader with one round's batches per Lightning epoch. The next epoch continues with the following data."""
 
     # Random numbers depend only on the round and the pass, so a resumed run draws the same numbers.
 

@@ -211,7 +211,10 @@ def _run(
 
 
 def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str], str]:
-    """Checks a plan. Returns the runs, the metric with mode, and ``"own"`` if clients need own BatchNorm statistics."""
+    """Checks methods and folders. Returns the runs, the metric with ``"min"`` or ``"max"``, and a BatchNorm treatment.
+
+    The treatment is ``"own"`` if a method needs separate BatchNorm statistics for each client, otherwise ``""``.
+    """
     with quiet():
         cli = plan.build(plan.seeds[0])
         trainer: Any = cli.trainer

@@ -1,4 +1,4 @@
-"""Synthetic(alpha, beta): data module with generated clients, with given differences in models and inputs."""
+"""FedProx's Synthetic(alpha, beta) data: clients' labelling models differ by ``alpha``, clients' inputs by ``beta``."""
 
 from __future__ import annotations
 

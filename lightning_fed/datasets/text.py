@@ -1,4 +1,4 @@
-"""Reads or generates text by speaking role, and cuts windows with the next character."""
+"""Reads or generates a play's text by role, and cuts the text into windows with the next character as target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base classes for partitions with client names 0, 1, ..., and for partitions with a change to each sample."""
+"""Base classes: for partitions with numbers as client names, and for partitions with a change to each sample."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class PartitionOfPartition(Partition):
-    """Base class for another partition's split with a change to each sample. Subclasses implement :meth:`change`."""
+    """Base class: splits data like ``partition``, and changes each sample. Subclasses implement :meth:`change`."""
 
     def __init__(self, partition: Partition, seed: int | None = None) -> None:
         if not isinstance(partition, Partition):

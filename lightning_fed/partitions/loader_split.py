@@ -36,13 +36,13 @@ _log = logging.getLogger(__name__)
 def split_training_data(data: Any, partition: Partition, seed: int) -> Population:
     """Splits training data (one loader, or several loaders read in parallel) into clients.
 
-    If the partition has only one client, the same data as for a plain Trainer are accepted.
+    For a partition with one client, the data may have any form supported by a plain Trainer.
 
     Raises:
-        TypeError: If the data are neither a ``DataLoader`` over a map-style data set nor several loaders, and the
-            partition has several clients.
-        OptionError: If a loader's class changes batches, a sampler cannot be divided, or several loaders are split into
-            different clients.
+        TypeError: If the partition has several clients, and the data are neither a ``DataLoader`` over a map-style data
+            set nor several such loaders.
+        OptionError: If a loader overrides ``DataLoader`` methods, the indices from a sampler cannot be divided among
+            clients, or the partition returns different client names for several loaders' data sets.
     """
     several = isinstance(data, Mapping | list | tuple)
     is_ordinary = (
@@ -114,9 +114,9 @@ def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClien
         )
     if partition.transform(clients[0][0], seed) is not None:
         raise OptionError(
-            "Expected a partition that does not change samples, because there are several loaders, or a loader without "
-            f"batch size, but {type(partition).__name__} changes samples: use a single loader with a batch size, or "
-            "give each client its own loaders in a FederatedDataModule."
+            f"{type(partition).__name__} changes samples, but several loaders, or a loader without a batch size, can "
+            "only be split by a partition without such a change: use a single loader with a batch size, or give each "
+            "client its own loaders in a FederatedDataModule."
         )
 
     return LoaderClients(LazyClients(clients[0], partial(_part_of_loaders, combined, parts)))

@@ -101,10 +101,10 @@ def draw_until_large(
     skew: str,
     remedy: str,
 ) -> IndexArray:
-    """Calls ``draw``, which draws random sample counts, until each client has at least ``min_size`` samples.
+    """Draws sample counts per client by ``draw``, again until each client has at least ``min_size`` samples.
 
-    Counts have shape ``(clients,)`` or ``(clients, classes)``. With ``min_size=None``, tries the sizes 10, 5, 2 and 1
-    one after another.
+    The counts have shape ``(clients,)`` or ``(clients, classes)``. With ``min_size=None``, the minimum is 10, and after
+    1000 failed draws 5, then 2, then 1. If all draws fail, the error message contains ``skew`` and ``remedy``.
     """
     sizes = _SIZES if min_size is None else (min_size,)
     option = "" if min_size is None else "`min_size` * "

@@ -1,4 +1,4 @@
-"""Divides the passes of a user's sampler over a data set among clients."""
+"""Gives each sample index drawn by a user's sampler to the sample's client."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _MOST_EMPTY = 100
 
 
 class SamplerStream:
-    """Divides a sampler's passes over a data set among clients.
+    """Divides the indices drawn by a user's sampler among the clients.
 
-    A pass depends only on ``seed``, the round, and the pass's index in the round, so all clients use the same pass. A
-    client's part consists of the client's examples in the pass, without empty batches. Stateful samplers are refused.
+    A pass of the sampler depends only on ``seed``, the round, and the pass's index in the round, so all clients use the
+    same pass. A client's part consists of the client's examples, without empty batches. Stateful samplers are refused.
 
     Example:
         >>> from torch.utils.data import SubsetRandomSampler
@@ -57,15 +57,16 @@ class SamplerStream:
         if not all(map(np.array_equal, first[:2], again[:2])) or first[2] != again[2]:
             raise OptionError(
                 f"Expected {name} to draw the same indices for the same seed, but the indices also depend on the "
-                "sampler's own state (such as a counter), which clients would share: shuffle only with the global "
-                "generators of PyTorch, NumPy or Python (seeded before each pass), with an attribute `generator` (a "
-                f"`torch.Generator`), or with `set_epoch(epoch)`. {LOADERS_REMEDY}"
+                "sampler's own state (such as a counter). All clients would share this state. Shuffle only with the "
+                "global generators of PyTorch, NumPy or Python (seeded before each pass), with an attribute "
+                f"`generator` (a `torch.Generator`), or by the number from `set_epoch(epoch)`. {LOADERS_REMEDY}"
             )
 
     def part(self, client: Client, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a client's examples in a pass of the user's sampler: indices, and each example's batch index.
+        """Returns the client's examples in a pass of the user's sampler, as two arrays of equal length.
 
-        ``number`` is the index of the pass in the round; ``epoch``, the index in the fit, is for ``set_epoch``.
+        The arrays contain positions in ``indices[client]``, and each example's batch index in a custom batch sampler.
+        ``number`` is the pass's index in the round; ``epoch``, the pass's index in the fit, goes to ``set_epoch``.
         """
         key = round, number, epoch
         if key not in self._passes:

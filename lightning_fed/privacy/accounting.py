@@ -31,11 +31,11 @@ Accountant = Literal["rdp", "pld"]
 class Budget:
     r"""Privacy budget for rounds (protecting clients) or DP-SGD steps (protecting examples).
 
-    For :class:`DPSGD` examples, batches and steps take the place of clients, cohorts and rounds. With ``"poisson"``
-    sampling each client is drawn independently, and neighboring populations differ by the presence of one client. A sum
-    over updates with norm at most C then gets noise with standard deviation :math:`z C`. With ``"fixed"`` sampling one
-    client is replaced in neighboring populations, the sum changes by up to 2 C, and the standard deviation is :math:`2
-    z C`.
+    With :class:`DPSGD`, read examples for clients, batches for cohorts (a round's clients), and steps for rounds. With
+    ``"poisson"`` sampling, each client is drawn independently, and neighboring populations differ by one additional
+    client. This client changes a sum of updates with norms up to C by at most C. The noise in the sum has standard
+    deviation :math:`z C`. With ``"fixed"`` sampling, neighboring populations differ by one replaced client. The sum
+    changes by up to 2 C, and the standard deviation is :math:`2 z C`.
 
     Args:
         noise_multiplier: Noise multiplier :math:`z`.

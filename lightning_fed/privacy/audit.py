@@ -1,4 +1,4 @@
-"""Privacy audit in one run: measures the detection rate for canary clients in noised sums.
+"""Privacy audit: a lower bound for epsilon, from guesses if artificial clients (canaries) took part in the training.
 
 Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run", NeurIPS 2023. https://arxiv.org/abs/2305.08846
 """
@@ -82,8 +82,8 @@ def audit_mean(
     half = int(share * num_canaries / 2)
     if not 1 <= half <= num_canaries // 2:
         raise ValueError(
-            f"Expected `share` to be at most 1, and large enough for two guesses among {num_canaries} canaries, but "
-            f"got {share}."
+            f"Expected `share`, the fraction of canaries to guess, to be from 2/{num_canaries} (for two guesses) to 1, "
+            f"but got {share}."
         )
     is_there = np.random.default_rng([seed]).random(num_canaries) < 0.5
     dp = CentralDP(1.0, budget.delta, budget.noise_multiplier, sampling=budget.sampling, accountant=budget.accountant)

@@ -52,15 +52,16 @@ IS_SHORT = "privacy/is_short"
 class CentralDP(UpdateStep):
     r"""Central differential privacy: bounds the information that the model reveals about any single client.
 
-    Clients clip their updates, and the server adds noise to the sum. The server sees each client's update; only the
-    noised model and log values are protected.
+    Clients clip their updates, and the server adds noise to the sum. The server is trusted and sees each client's
+    update; only the noised model and log values are protected.
 
     .. math:: w_{t+1} = w_t + \frac{1}{q N} \left( \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right) +
         \mathcal{N}(0, z_\Delta^2 C^2 I) \right)
 
-    The denominator is the expected cohort size, and all clients have equal weight. Without ``adaptive``,
-    :math:`z_\Delta = z`. The norm is computed over all shared floating-point entries. The server excludes updates whose
-    norm exceeds C by more than rounding errors. Integer entries do not change.
+    :math:`q N` is the expected number of clients per round: all N clients have probability q. All clients
+    have equal weight. Without ``adaptive``, :math:`z_\Delta = z`. The norm is computed over all shared floating-point
+    entries. The server excludes updates whose norm exceeds C by more than rounding errors. Integer entries do not
+    change. ``sampling="fixed"`` needs more noise (:class:`Budget`).
 
     With ``adaptive`` the clipping norm tracks a quantile :math:`\gamma` of the update norms:
 
@@ -69,11 +70,11 @@ class CentralDP(UpdateStep):
         \mathcal{N}(0, \sigma_b^2) \right), \qquad
         z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}
 
-    :math:`\sigma_b` is the attribute ``count_noise`` times the expected cohort size.
+    :math:`\sigma_b` is the class attribute ``count_noise`` times :math:`q N`.
 
     The noise is a function of (key, round, entry). A round repeated after a crash has the same noise, because different
-    noise would be a second release. The bound holds for observers of all global models. The server is trusted. Useful
-    bounds need many clients: with all 12 of 12 clients in each of 50 rounds and :math:`z = 1`, epsilon is 44.4 at
+    noise would be a second release. The bound also holds for observers of every round's global model. Useful bounds
+    need many clients: with all 12 of 12 clients in each of 50 rounds and :math:`z = 1`, epsilon is 44.4 at
     :math:`\delta = 0.01`.
 
     The rule must be ``fedavg``. Methods whose clients only send the model (``fedprox``, ``fedper``, ``fedrep``,
@@ -183,13 +184,13 @@ class CentralDP(UpdateStep):
 
     @property
     def sensitivity(self) -> float:
-        """Largest change of a sum of updates (norms up to 1): 1 if a client is added (Poisson), 2 if replaced."""
+        """Effect of a client on a sum of updates with norm 1: 1 if added (Poisson), 2 if replaced (``"fixed"``)."""
         assert self.budget is not None
         return 1.0 if self.budget.sampling == "poisson" else 2.0
 
     @property
     def step_noise(self) -> float:
-        r"""Noise multiplier for the sum of updates; with ``adaptive`` larger, because a noised count uses epsilon."""
+        """Noise multiplier for the sum; larger with ``adaptive``: the count of clipped updates also costs epsilon."""
         assert self.budget is not None
         z = self.budget.noise_multiplier
         if not self.adaptive:
@@ -198,9 +199,9 @@ class CentralDP(UpdateStep):
         twice = 2 * self.count_noise * self.budget.cohort / self.sensitivity
         if z >= twice:
             raise OptionError(
-                f"Expected a noise multiplier below {twice:g} with adaptive=True, but got {z:g}: publishing the number "
-                "of clipped updates would use the whole privacy budget. With more clients per round this number uses "
-                "less of the budget."
+                f"Expected a noise multiplier below {twice:g} with adaptive=True, but got {z:g}: the noised number of "
+                "clipped updates would use the whole privacy budget. Use a smaller noise multiplier (larger epsilon), "
+                "or more clients per round."
             )
         return float((z**-2 - twice**-2) ** -0.5)
 
@@ -261,8 +262,9 @@ class CentralDP(UpdateStep):
     def release(self, total: State, short_count: float) -> State:
         """Computes the new model's entries from ``total``, the float64 sum of the clipped updates, by adding noise.
 
-        Without clients the result is the old model with noise. With ``adaptive`` this method also adapts the clipping
-        norm to ``short_count``, the sum of 1/2 for each unclipped update and -1/2 for each clipped update.
+        Without clients the result is the old model with noise. ``short_count`` is half the difference between the
+        counts of unclipped and clipped updates. With ``adaptive`` this count plus noise gives the fraction of
+        unclipped updates. If this fraction is above ``quantile``, the clipping norm shrinks, otherwise grows.
         """
         if self.budget is None or self.key is None:
             raise RuntimeError(
@@ -303,7 +305,7 @@ class CentralDP(UpdateStep):
         self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
 
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
-        """Draws float64 noise from key, round and ``name``: a parameter, or ``""`` for the clipped updates' count."""
+        """Draws float64 noise, seeded by key, round and parameter ``name`` (``""``: the count of clipped updates)."""
         assert self.key is not None
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
         stream = NormalStream([self.key, self.info.round, entry], shape.numel(), torch.float64)
@@ -336,7 +338,7 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped update (a mean over n clients n times). Clips again if rounding raised the norm."""
+        """Adds a clipped update; a mean over n clients (secure sum) counts n times. Clips again, to undo rounding."""
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(
@@ -364,7 +366,7 @@ class PrivateSum(Held):
         self.members += other.members
 
     def release(self) -> Sequence[Arrived]:
-        """Returns one update: the noised mean over the round's clients; without clients, the old model plus noise."""
+        """Returns the new, noised model as one update. If no client took part, this is the old model plus noise."""
         state = self._step.release(self.total, self.short_count)
         return [(ClientUpdate("sum", 1, state, members=self.members), self._step.state)]
 

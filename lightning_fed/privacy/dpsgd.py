@@ -75,7 +75,7 @@ class _Account:
         return _Account(self.num_samples, self.batch_size, steps, steps)
 
     def after(self, other: _Account) -> _Account:
-        """Adds a later round's account, ``other``. All steps count with the larger of both sampling probabilities."""
+        """Adds a later account, ``other``. All steps count with the larger batch size and fewer examples: a bound."""
         return _Account(
             min(self.num_samples, other.num_samples),
             max(self.batch_size, other.batch_size),
@@ -574,9 +574,9 @@ class DPSGD(RevertingCallback, FederatedCallback):
 
 
 class _Visit:
-    """Counts the noised steps in a client's training in one round; in a fit without federation, in the whole fit.
+    """Counts the noised steps in a client's training in one round. Without a federation: in the whole fit.
 
-    ``planned`` is the client's privacy account for this training, as it would be after all planned steps.
+    ``planned`` contains the planned numbers for the privacy accountant, in a federation only for this round.
     """
 
     def __init__(self, client: Client | None, round: int, planned: _Account) -> None:

@@ -51,12 +51,13 @@ class Gradients(NamedTuple):
 class ExampleGradients:
     """Per-example gradient norms and weighted sums from one backward pass through the mean loss.
 
-    Hooks record each layer's inputs and output gradients. For linear layers, convolutions and embeddings the backward
-    pass computes no parameter gradients. The norms for these layers are computed directly from products of inputs and
-    output gradients, if this is cheaper than computing per-example gradients. Other layers use Opacus' rules, or
-    ``torch.func`` for layers without a rule. Module and layers are not changed. In-place operations are allowed, unlike
-    with Opacus' hooks. ``values`` maps parameters to :class:`Gradients` of the mean loss, so each example's gradient is
-    divided by the number of examples.
+    ``values`` maps parameters to :class:`Gradients` of the mean loss over n examples: all gradients, norms and sums
+    contain the factor 1/n.
+
+    Hooks record each layer's inputs and output gradients. For linear layers, convolutions and embeddings, norms are
+    computed directly from products of inputs and output gradients, if cheaper than per-example gradients. Other layers
+    use Opacus' rules, or ``torch.func`` without a rule. With a rule, the backward pass computes no parameter gradients.
+    Module and layers are not changed. In-place operations are allowed, unlike with Opacus' hooks.
 
     References:
         Li et al., ICLR 2022, section 4 (https://arxiv.org/abs/2110.05679); Bu et al., ICML 2023, Algorithm 1
@@ -327,9 +328,9 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
             layer.training &= not isinstance(layer, nn.modules.dropout._DropoutNd)  # noqa: SLF001
         if has_dependence() and any(map(has_dependence_elsewhere, range(2))):
             raise MisconfigurationException(
-                "The gradient of an example depends on other examples in the batch, but `DPSGD` needs a mean loss "
-                "over independent examples, and layers with one row per example. For ignored pixels and region "
-                "losses, average the losses of single images (`SegmentationTask(per_image=True)`)."
+                "The gradient of an example depends on other examples in the batch, but `DPSGD` needs a mean "
+                "over the losses of single examples, and layer inputs with one row per example. With ignored pixels "
+                "or a region loss (Dice), average the losses of single images (`SegmentationTask(per_image=True)`)."
             )
     gradients.is_recording = True
 

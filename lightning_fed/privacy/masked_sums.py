@@ -1,4 +1,4 @@
-"""Sums of numbers hidden by random masks: an interface, and fixed-point numbers modulo 2^256."""
+"""Interface for summing randomly masked vectors, and conversion from numbers to integers modulo 2^256 for the sums."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class SecureSum(UpdateStep):
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Replaces the client's model by the weighted update in integers. NaN or infinity raise ``ClientFault``."""
+        """Replaces the client's model by the update: clipped, weighted, rounded. Raises ``ClientFault`` for NaN."""
         ring = Ring(self.longest_step, int(sent.extras[CLIENTS]), self.max_weight)
         scale = float(sent.extras[SCALE])
         if ring.scale != scale:
@@ -260,9 +260,9 @@ class RingSum(Held):
 
 
 class RingSettings(FederatedCallback):
-    """Callback that prepares a secure sum before the fit: chooses the scale from update values to integers.
+    """Callback that prepares a secure sum before the fit: sets the factor for converting update values to integers.
 
-    Also refuses callbacks and BatchNorm options with which clients would send values outside the secure sum.
+    Also refuses callbacks and BatchNorm options if clients would send further values, unprotected by the sum.
     """
 
     supports_vectorize = True

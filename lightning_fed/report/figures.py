@@ -1,4 +1,4 @@
-"""Files of matplotlib figures for light and dark pages."""
+"""Saves matplotlib figures in colours for both light and dark HTML pages."""
 
 from __future__ import annotations
 

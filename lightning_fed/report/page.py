@@ -171,7 +171,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _curves(results: FitResults, global_names: Sequence[str]) -> dict[str, dict[str, dict[int, float]]]:
-    """Groups values by chart, curve and round. Losses share a chart; each score has a chart (global, mean, worst)."""
+    """Groups values by chart, curve and round. Losses share a chart; each score's curves are global, mean and worst."""
     charts: dict[str, dict[str, dict[int, float]]] = {}
     for name in global_names:
         is_loss = "loss" in name

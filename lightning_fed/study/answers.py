@@ -37,15 +37,16 @@ Answer: TypeAlias = dict[str, dict[str, list[float]]]
 def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support: int = 10) -> tuple[Kind, Answer]:
     """Computes a site's answer: sums over the site's cases (examples) for each pair of models and each seed.
 
-    Returns the kind of sums, and the sums by pair and seed (key ``"all"``: sums for the mean over seeds). The kind
-    depends on the metric: ``"scores"`` for one score per case (the sums are :func:`paired_sums`), ``"areas"`` for areas
-    under the ROC curve (:func:`area_sums`), and ``"replicates"`` for other metrics with bootstrap samples (number of
-    cases, then the numbers in :func:`difference_of_replicates`).
+    Returns the kind of sums, and the sums by pair and seed (``"all"``: for scores averaged over seeds). The kinds:
+
+    - ``"scores"``: the metric has one score per case. The sums are :func:`paired_sums`.
+    - ``"areas"``: the metric is the area under the ROC curve. The sums are :func:`area_sums`.
+    - ``"replicates"``: other metrics. Number of cases, then the input for :func:`difference_of_replicates`.
 
     Args:
-        runs: The site's scores by model and seed, in the form of :attr:`SiteScores.scores`. All runs need equal cases.
-        min_support: Smallest number of cases (or patients): with fewer cases the sums are an empty dictionary. For an
-            area under the ROC curve, each class needs half of this number.
+        runs: The site's scores by model and seed, in the form of :attr:`SiteScores.scores`, for the same cases.
+        min_support: Smallest number of cases (or patients). With fewer cases the sums are an empty dictionary. For an
+            area under the ROC curve, each class needs at least half as many cases.
 
     Example:
         >>> site = {"cases": ["a", "b"], "patients": None}

@@ -30,12 +30,12 @@ _VERDICTS = ("hurts", UNKNOWN, "helps", TOO_FEW)  # in the order of the table
 
 @dataclass(frozen=True)
 class Study:
-    """Results of a study: the compared models, and each site's sums over the test cases.
+    """A study's results: the compared models, and each site's sums over the test cases.
 
     ``models`` lists the primary method, other federated methods, ``"central"`` if trained, and ``"local"``. ``answers``
-    contains each site's sums (:func:`answer_site`). With a secure sum ``answers`` is empty, and ``totals`` maps each
-    method to seven numbers: the number of sites, the four :func:`effect_sums` added over the sites, and the mean scores
-    over the sites for the method and for ``"local"``.
+    maps each site to sums over test cases, for every two models (:func:`answer_site`). With a secure sum ``answers`` is
+    empty, and ``totals`` maps each method to seven numbers: the site count; four sums over sites for the method's gain
+    over ``"local"`` (:func:`effect_sums`); and both models' mean scores over sites (method, ``"local"``).
     """
 
     metric: str

@@ -105,10 +105,10 @@ class SiteStudy(AskableCallback):
         sites = len(federation.population.clients)
         if federation.server.chain.reveals == "sum" and sites < FEWEST:
             raise MisconfigurationException(
-                f"Expected at least {FEWEST} sites in a study with a secure sum, because with fewer sites the server"
-                " could compute each site's gain (difference from the local model's score) from the sums, but got"
-                f" {sites}: remove the secure sum if the server may know the gains, or use `CentralDP`, so that the"
-                " sites send no sums and only write tables for themselves."
+                f"Expected at least {FEWEST} sites in a study with a secure sum, but got"
+                f" {sites}. From the sums over fewer sites, the server could compute each site's gain (difference from"
+                " the local model's score). Remove the secure sum if the server may know the gains, or use `CentralDP`:"
+                " then the sites send no sums, and each site only writes a table with the site's own gain."
             )
         schedule = federation.schedule
         plan = {"metric": self.metric, "stage": self.stage, "rounds": trainer.max_epochs}
@@ -255,8 +255,8 @@ class SiteStudy(AskableCallback):
             gain, _, values = estimate(kind, answer[f"{method}|{baseline}"]["all"])
             if not gain.variance > 0:
                 raise ClientFault(
-                    f"the difference between the scores of {method!r} and the local model has a variance of 0 (for"
-                    " example, because the difference is equal in all cases) or an unknown variance"
+                    f"the site sends no sum, because the difference between the scores of {method!r} and the local"
+                    " model has a variance of 0 (such as equal differences in all cases) or an unknown variance"
                 )
             terms += [*effect_sums(gain.value, gain.variance, tau_squared).tolist(), *values]
         return ClientUpdate(client, 1, {}, {_SUM: encode(terms)})
@@ -284,7 +284,7 @@ def _check_sum(content: dict[str, Any], question: Mapping[str, Any]) -> None:
     # Sums with many values would reveal the terms of single sites.
     models, seeds = question["models"], question["seeds"]
     if models[-1:] != [LOCAL] or len({*models}) < len(models) or seeds != sorted({*seeds}):
-        raise ClientFault("the request lists models or seeds in the wrong order, or more than once")
+        raise ClientFault("the request must list each model once, 'local' last, and each seed once, in order")
     name, tau_squared = _name_sum(question), dict(zip(models, question["tau_squared"], strict=False))
     if question["sum"] != name:
         raise ClientFault("the server's request has a wrong name for the sum: expected the study's metric and seeds")
@@ -292,8 +292,8 @@ def _check_sum(content: dict[str, Any], question: Mapping[str, Any]) -> None:
         used = content.setdefault("tau_squared", {}).setdefault(name, {})
         if used | tau_squared != tau_squared | used or not all(value >= 0 for value in tau_squared.values()):
             raise ClientFault(
-                "sums for several variances could reveal a site's gain, but the server now asks for the sum over sites"
-                " with a different variance between sites: run new fits with another seed"
+                "the client has already answered for another variance between sites, and the server now asks for a sum"
+                " with other weights. Both sums together could reveal a site's gain: run new fits with another seed"
             )
         used |= tau_squared
 
@@ -319,8 +319,8 @@ def _read_sums(update: ClientUpdate, models: Sequence[str], seeds: Sequence[int]
     names = {f"study/{''.join(kind)}/{pair}/{part}": (pair, part) for pair in answer for part in parts}
     if update.extras.keys() != names.keys():
         raise BadUpdate(
-            "the site's answer has other names than expected: `study/<kind>/<model>|<model>/<part>` for each pair of"
-            f" the models {list(models)} and each part in {parts} (mean over the seeds, then each seed)"
+            "the site's answer has other names than expected: one name `study/KIND/MODEL|MODEL/SEED` for each pair of"
+            f" the models {list(models)}, and for each SEED in {parts} (`all` is the mean over the seeds)"
         )
     for name, (pair, part) in names.items():
         value = update.extras[name]

@@ -173,7 +173,7 @@ def draw_cases(seed: int, replicate: int, client: Client, count: int) -> NDArray
 def difference_of_replicates(sums: ArrayLike) -> Estimate:
     """Difference between two models' metric values. The variance is estimated from bootstrap samples.
 
-    ``sums`` contains the two models' values, then the six :func:`paired_sums` over both models' values on the samples.
+    ``sums``: both models' values on all cases, then the six :func:`paired_sums` for their values on the samples.
     """
     values = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     spread = difference_of_sums(np.moveaxis(values[2:], 0, -1))
@@ -181,9 +181,9 @@ def difference_of_replicates(sums: ArrayLike) -> Estimate:
 
 
 def random_effects(values: ArrayLike, variances: ArrayLike) -> RandomEffects:
-    """Mean difference over sites ``(..., k)``: random effects (DerSimonian and Laird 1986).
+    """Random-effects mean difference over k sites (DerSimonian and Laird 1986). Arguments have shape ``(..., k)``.
 
-    The variance is Hartung and Knapp's (2001), but at least the variance for known weights (Röver et al. 2015).
+    The mean's variance is Hartung and Knapp's (2001), but at least 1 / (sum of the weights) (Röver et al. 2015).
 
     Raises:
         ValueError: If there are fewer than two sites, or a variance is 0.
@@ -230,7 +230,7 @@ def tau_squared_of_sums(sums: ArrayLike, sites: int) -> Floats:
 
 
 def effect_of_sums(sums: ArrayLike, sites: int) -> Estimate:
-    """Mean difference over sites as in :func:`random_effects`. ``sums``: :func:`effect_sums`, added over all sites."""
+    """Random-effects mean of a difference, from :func:`effect_sums`, added over all ``sites`` sites."""
     weights, total, squares, _ = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     spread = (squares - total * total / weights) / ((sites - 1) * weights)
     return Estimate(total / weights, np.maximum(spread, 1 / weights), np.full_like(weights, sites - 1))

@@ -540,7 +540,7 @@ def test_methods_that_can():
     ("steps", "words"),
     [
         ([DP, DP], "Expected one `CentralDP`, but got several"),
-        ([MaxMedianNorm(2.0), DP], "no `MaxMedianNorm` before `KnownKey` in `steps`, because the step compares"),
+        ([MaxMedianNorm(2.0), DP], "no `MaxMedianNorm` before `KnownKey` in `steps`, because the first step compares"),
         ([DP, MaxMedianNorm(2.0)], "no `MaxMedianNorm` with `CentralDP`, because one client could change"),
         ([DP, ALIE(1)], "no `ALIE` with `CentralDP`"),
         ([UniformWeights(), SecureSum(1.0), DP], "Expected `KnownKey` before `SecureSum`"),

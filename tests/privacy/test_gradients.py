@@ -342,12 +342,12 @@ class MixesRows(nn.Module):
 
 @pytest.mark.parametrize("loss", [cross_entropy_without_ignored, soft_dice, contrastive])
 def test_losses_that_mix_examples_are_refused(loss):
-    with pytest.raises(MisconfigurationException, match="a mean loss over independent examples"):
+    with pytest.raises(MisconfigurationException, match="a mean over the losses of single examples"):
         tried(nn.Linear(6, 4), loss)
 
 
 def test_a_sum_over_examples_is_refused():
-    with pytest.raises(MisconfigurationException, match="a mean loss over independent examples"):
+    with pytest.raises(MisconfigurationException, match="a mean over the losses of single examples"):
         tried(nn.Linear(6, 4), lambda logits, targets: F.cross_entropy(logits, targets, reduction="sum"))
 
 

@@ -161,10 +161,10 @@ def test_the_mean_and_its_parts():
 def test_updates_that_are_left_out():
     ring, chain = Ring(5.0, 6, 40), chain_of(Ring(5.0, 6, 40))
     for extras, words in (
-        ({}, "but only the weight"),
-        ({WEIGHT: torch.tensor(1), "loss": torch.tensor(2.0)}, "but only the weight"),
-        ({WEIGHT: torch.tensor([1, 2])}, "but only the weight"),
-        ({WEIGHT: torch.tensor(3)}, "but only the weight"),  # 64 bits
+        ({}, "instead of only one int32 number"),
+        ({WEIGHT: torch.tensor(1), "loss": torch.tensor(2.0)}, "instead of only one int32 number"),
+        ({WEIGHT: torch.tensor([1, 2])}, "instead of only one int32 number"),
+        ({WEIGHT: torch.tensor(3)}, "instead of only one int32 number"),  # 64 bits
     ):
         update = update_of(ring, torch.zeros(12), 1)
         update.extras = extras
@@ -441,15 +441,15 @@ DP = CentralDP(1.0, 1e-3, noise_multiplier=1.0)
         ([UniformWeights(), SecureSum(1.0), DP], "Expected `CentralDP` before `SecureSum` in `steps`"),
         (
             [MaxMedianNorm(1.0), MaxSamples(9), SecureSum(1.0)],
-            "no `MaxMedianNorm` before `SecureSum` in `steps`, because the step compares",
+            "no `MaxMedianNorm` before `SecureSum` in `steps`, because the first step compares",
         ),
         (
             [UniformWeights(), Bucketing(2), SecureSum(1.0)],
-            "no `Bucketing` before `SecureSum` in `steps`, because the step compares",
+            "no `Bucketing` before `SecureSum` in `steps`, because the first step compares",
         ),
         (
             [ALIE(1), UniformWeights(), SecureSum(1.0)],
-            "no `ALIE` before `SecureSum` in `steps`, because the step compares",
+            "no `ALIE` before `SecureSum` in `steps`, because the first step compares",
         ),
         ([SecureSum()], "Expected a `clip` either in `SecureSum` or in `CentralDP`"),
         ([DP, SecureSum(1.0)], "Expected a `clip` either in `SecureSum` or in `CentralDP`"),

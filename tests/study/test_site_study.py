@@ -302,16 +302,16 @@ def test_a_site_answers_for_one_variance_between_sites():
     for tau_squared in (0.0, 0.25, 0.25, 0.0):  # a repeated fit asks again
         ask(tau_squared)
     for tau_squared in (0.5, -0.25, math.nan):
-        with pytest.raises(ClientFault, match="a different variance between sites: run new fits with another seed"):
+        with pytest.raises(ClientFault, match="could reveal a site's gain: run new fits with another seed"):
             ask(tau_squared)
-    with pytest.raises(ClientFault, match="different variance"):
+    with pytest.raises(ClientFault, match="another variance between sites"):
         ask(-0.5, seeds=[4])
     for changes in ({"seeds": [3, 3]}, {"seeds": [4, 3]}, {"models": MODELS[::-1]}):  # other names of the same terms
-        with pytest.raises(ClientFault, match="in the wrong order, or more than once"):
+        with pytest.raises(ClientFault, match="the request must list each model once"):
             ask(0.5, **changes)
     ask(0.5, seeds=[3, 4])
     ask(0.25, 0.5, models=["fedavg", "fedprox", "local"])  # another method joins the study
-    with pytest.raises(ClientFault, match="different variance"):
+    with pytest.raises(ClientFault, match="another variance between sites"):
         ask(0.5, 0.5, models=["fedavg", "fedprox", "local"])
     with pytest.raises(ClientFault, match="a wrong name for the sum"):
         _check_sum(content, plan | {"sum": "t", "tau_squared": [0.0]})
@@ -372,7 +372,7 @@ def test_a_secure_sum_needs_five_sites(tmp_path):
         callbacks=[SiteStudy("fedavg", "test_loss", tmp_path)],
         **QUIET,
     )
-    with pytest.raises(MisconfigurationException, match=r"at least 5 sites in a study with a secure sum, .* but got 3"):
+    with pytest.raises(MisconfigurationException, match="at least 5 sites in a study with a secure sum, but got 3"):
         trainer.fit(Net(), datamodule=Sites())
     assert not (tmp_path / "runs.json").exists()
 
