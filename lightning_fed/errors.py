@@ -28,7 +28,7 @@ class BadUpdate(ValueError):
 class BadUpdates(ValueError):
     """Raised if updates are found invalid after all clients have trained. ``reasons`` maps client names to reasons.
 
-    Any other key, such as the key for a secure sum, refers to all clients in the round.
+    A key other than a client's name, such as ``"sum"`` after a secure sum, refers to all clients in the round.
     """
 
     def __init__(self, reasons: Mapping[str | int, str]) -> None:

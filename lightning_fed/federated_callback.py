@@ -170,7 +170,10 @@ class FederatedCallback(TrainerCallback):
 
 
 class AskableCallback(FederatedCallback, ABC):
-    """Base class of callbacks that answer :meth:`Federation.ask <lightning_fed.Federation.ask>` on each client."""
+    """Base class of callbacks that answer the server's questions on each client, outside training.
+
+    :meth:`Federation.ask <lightning_fed.Federation.ask>` sends a question and a model, for example for an evaluation.
+    """
 
     @abstractmethod
     def on_client_question(

@@ -130,7 +130,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Import hook. An import of one Lightning package returns the module of the other, already imported package."""
+    """Import hook: if one of Lightning's two packages is imported, an import of the other returns the same module."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names

@@ -91,9 +91,9 @@ class Request:
 
     Args:
         client: The client's name or number.
-        rows: Indices of requested rows by entry name: int64, shape (rows,), strictly increasing. A fixed order reveals
-            nothing about the client. Equal indices for several entries, such as a layer's weight and bias, are sent
-            once.
+        rows: Indices of requested rows by entry (name in the ``state_dict``): int64, shape (rows,). The indices are
+            strictly increasing, so the order reveals nothing about the client. If several entries have equal indices,
+            such as a layer's weight and bias, the indices are sent once.
         extras: Additional tensors for :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
     """
 

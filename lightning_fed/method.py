@@ -118,7 +118,7 @@ def find_method(name: str) -> type[Method] | type[Aggregator]:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"Expected `method` to be a name or an import path, but got {name!r}: {error}") from error
     if not (isinstance(method_class, type) and issubclass(method_class, Method | Aggregator)):
-        raise ValueError(f"Expected `method` to be the path of a Method or an Aggregator, but got {name!r}.")
+        raise ValueError(f"Expected `method` to be the import path of a Method or Aggregator class, but got {name!r}.")
     return method_class
 
 
@@ -168,7 +168,7 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
 
 
 def list_options(method: type | Callback) -> dict[str, Any]:
-    """Maps the options in a method's or callback's constructor to defaults; ``inspect.Parameter.empty`` without."""
+    """Maps a method's or callback's options to defaults (``inspect.Parameter.empty`` for options without a default)."""
     kind = method if isinstance(method, type) else type(method)
     parameters = inspect.signature(kind).parameters.values()
     return {option.name: option.default for option in parameters if option.kind is not option.POSITIONAL_ONLY}

@@ -214,7 +214,7 @@ class _Form(NamedTuple):
 
 
 def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]:
-    """Pickles an object without its tensors. Returns the bytes, and the list of all tensors not in ``known``.
+    """Pickles an object without its tensors. Returns the bytes, and all tensors except ``known`` (the receiver's).
 
     Example:
         >>> w = torch.ones(2)
@@ -235,7 +235,7 @@ def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]
 
 
 def unpack(rest: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
-    """Rebuilds an object from the bytes and tensors of :func:`pack`. ``known`` equals the sender's ``known``."""
+    """Rebuilds an object from the result of :func:`pack`. ``known`` are this process's copies of the known tensors."""
     unpickler = _Unpickler(io.BytesIO(rest))
     unpickler.tensors, unpickler.known = tensors, known
     return unpickler.load()

@@ -102,13 +102,13 @@ class FederatedTrainer(L.Trainer):
 
         Args:
             model: Any LightningModule.
-            train_dataloaders: Either one ``DataLoader`` or map-style data set, split by ``partition``. Or a mapping or
-                sequence with the data of each client: a ``DataLoader``, several loaders as for ``CombinedLoader``, or a
-                map-style data set. Or a datamodule. Data sets are read in batches of 32. For another batch size pass a
-                ``FederatedDataModule(clients, batch_size=...)``, or loaders.
+            train_dataloaders: One ``DataLoader`` or map-style data set, split by ``partition``; a mapping or sequence
+                with each client's data (a ``DataLoader``, several loaders as for ``CombinedLoader``, or a map-style
+                data set); or a datamodule. Data sets are read in batches of 32. For another batch size pass loaders, or
+                a ``FederatedDataModule(clients, batch_size=...)``.
             val_dataloaders: Validation data for the global model, in the forms for ``L.Trainer.fit``. With a mapping
                 from client names to data, each client is also evaluated separately. If ``train_dataloaders`` is one
-                loader, a mapping with other keys contains several named loaders, as in Lightning.
+                loader and no key is a client name, the mapping contains several named loaders, as in Lightning.
             datamodule: Any datamodule for ``partition`` to split, or a
                 :class:`~lightning_fed.data.FederatedDataModule`.
             ckpt_path: Checkpoint to resume from.

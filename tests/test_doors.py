@@ -134,7 +134,7 @@ REFUSED = {  # name: (Trainer arguments, federation options, makes the module, m
     ),
     "windows over clients, stragglers": (
         {"accumulate_grad_batches": 2}, {"local_steps": 4, "availability": Availability(stragglers=0.5)}, module,
-        "without stragglers",
+        "only if no client is a straggler",
     ),
     "batches that the step fetches": ({}, {}, fetching, "but a client's visit must begin before its first batch: use"),
     "batch size finder": ({"callbacks": [BatchSizeFinder()]}, {}, module, "`BatchSizeFinder` does not work .* plain"),
@@ -155,7 +155,7 @@ REFUSED = {  # name: (Trainer arguments, federation options, makes the module, m
     ),
     "saving inside a round": (
         {"callbacks": [ModelCheckpoint(every_n_train_steps=1)], "enable_checkpointing": True}, {}, module,
-        "A checkpoint inside a round contains the model of the last complete round",
+        "a checkpoint inside a round contains the model of the last complete round",
     ),
     "scheduler with a frequency": ({}, {}, bad_scheduler(frequency=2), "use frequency=1 .* or interval='epoch'"),
     "plateaus of a client": (

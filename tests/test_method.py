@@ -142,7 +142,7 @@ def test_options_of_its_callbacks():
         (lambda: build_method("fedsgd"), ValueError, r"`method` to be one of 39 names, but got 'fedsgd'"),
         (lambda: build_method("nowhere.FedX"), ValueError, "an import path, but got 'nowhere.FedX': No module"),
         (lambda: build_method("torch.FedX"), ValueError, "an import path, but got 'torch.FedX': module 'torch'"),
-        (lambda: build_method("torch.nn.Linear"), ValueError, "the path of a Method or an Aggregator, but got 'torch"),
+        (lambda: build_method("torch.nn.Linear"), ValueError, "path of a Method or Aggregator class, but got 'torch"),
         (
             lambda: build_method("fedss"),
             ValueError,

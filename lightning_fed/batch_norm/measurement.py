@@ -255,13 +255,13 @@ def _find_first_shift(
 
 
 def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]], shifts: Mapping[str, float]) -> None:
-    """Decides once per fit whether each client has separate BatchNorm statistics, or all clients share pooled ones.
+    """Decides once per fit whether clients have separate BatchNorm statistics or share pooled statistics.
 
-    ``shifts`` maps layers to the difference between the clients' inputs
-    (:func:`~lightning_fed.batch_norm.pooling.shift_between`). Statistics are separate if the shift of the first layer
-    exceeds the shift expected by chance by more than :data:`LARGE_SHIFT`. At least two and ``min_clients`` clients must
-    report, in the first round also half of the round's clients; otherwise a later round decides. If rounds have only
-    one report, the latest reports of two clients decide; the shift then includes the weights' change between rounds.
+    ``shifts`` maps each layer to the difference between the clients' inputs
+    (:func:`~lightning_fed.batch_norm.pooling.shift_between`). Statistics are separate if the first layer's shift, minus
+    the shift expected by chance, exceeds :data:`LARGE_SHIFT`. A decision needs reports from at least two and from
+    ``min_clients`` clients, in the first round also from half of the round's clients. Otherwise a later round decides.
+    If each round has one report, the latest reports from several rounds are compared, and the weights then differ, too.
     """
     cohort = fit.cohort
     is_first, size = not fit.batch_norm.num_measured, len(cohort.visits) + len(cohort.dropped)
@@ -305,12 +305,12 @@ def own_statistics(report: Mapping[str, Tensor]) -> State:
 def load_own_model(
     fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int | None
 ) -> State | None:
-    """Loads a client's model with the client's BatchNorm statistics for evaluation. Returns newly measured statistics.
+    """Loads a client's model for evaluation, with BatchNorm statistics measured by the client.
 
-    The global model ``state`` is from ``measure_round``. If the client's stored statistics were measured with other
-    weights, the client measures again on the training data. If these data are in another process, the model uses no
-    stored statistics, and a warning is logged once. With ``measure_round=None`` the stored statistics are always used.
-    Without a measurement the result is ``None``.
+    Stored statistics are used if the client measured with the weights in the global model ``state``. Otherwise the
+    client measures again on the training data. Without access to these data, old statistics are not used, and a warning
+    is logged once. ``measure_round`` is the model's round; with ``None`` the stored statistics are always used. Returns
+    newly measured statistics, or ``None`` without a new measurement.
     """
     measured: State | None = None
     stored = local.recall(client)
@@ -483,9 +483,9 @@ def client_statistics(
     layers: Mapping[str, nn.BatchNorm2d],
     step: str,
 ) -> State:
-    """Measures the inputs of BatchNorm ``layers`` in one pass over a client's data, with normalisation by batch.
+    """Measures the inputs of BatchNorm ``layers`` in one pass over a client's training data, with batch statistics.
 
-    Changes the module's buffers, which the caller must load again. Returns :meth:`InputStatistics.as_extras`.
+    The pass changes the module's buffers, and the caller must restore them. Returns mean, variance and count by layer.
     """
     statistics = InputStatistics(layers)
     with isolated_pass(module, is_reloaded=True), statistics.watching():

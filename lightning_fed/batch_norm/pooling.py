@@ -103,13 +103,13 @@ def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | Non
 def limit_counts(
     reports: Sequence[Mapping[str, Tensor]], reported: Sequence[int], counted: Sequence[int]
 ) -> list[State]:
-    """Limits the clients' weights in pooled BatchNorm statistics, if an update step limits the clients' weights.
+    """Limits the clients' weights in pooled BatchNorm statistics like the clients' weights in the averaged model.
 
-    A client's weight is the number of values in a channel's mean. The new weights are proportional to ``counted``, and
-    as large as possible, but at most the median number of values per example, times the client's ``reported`` examples.
+    In each layer, client k's new weight is ``c * counted[k]``, at least 1. The factor c is the largest for which no
+    client's weight exceeds ``m * reported[k]``; m is the median over clients of the layer's values per example.
 
     Args:
-        reports: Client statistics from :meth:`InputStatistics.as_extras`.
+        reports: Client statistics from :meth:`InputStatistics.as_extras`. The weights are the numbers of values.
         reported: Number of examples reported by each client.
         counted: Number of examples by client after the limits, see :class:`~lightning_fed.steps.WeightStep`.
     """
@@ -156,20 +156,21 @@ def pool_statistics(
 
 
 def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0) -> float | None:
-    r"""Measures the difference between the clients' inputs to a layer, 0 to 1; ``None`` for one client or no variance.
+    r"""Measures the difference between the clients' inputs to a layer, from 0 to 1.
 
-    The result is the larger of two fractions, each averaged over channels with variance. The first is the share of the
-    inputs' total variance that comes from differences between client means. The second compares the spread of the
-    client variances with the mean square of these variances:
+    The result is the larger of two fractions, each averaged over the C channels with variance above 0: the share of
+    the total variance caused by differences between the clients' means, and the squared deviation of the clients'
+    variances from the mean variance, relative to the squared variances:
 
     .. math:: \frac{1}{C} \sum_c \frac{\sum_k n_k (\mu_{kc} - \mu_c)^2}
               {\sum_k n_k \left(\sigma_{kc}^2 + (\mu_{kc} - \mu_c)^2\right)}, \qquad
               \frac{1}{C} \sum_c \frac{\sum_k n_k (\sigma_{kc}^2 - \bar{\sigma_c^2})^2}{\sum_k n_k \sigma_{kc}^4}.
 
-    The expected sampling noise is subtracted from the second numerator: a variance estimated from n values has variance
-    :math:`(\kappa - 1) \sigma^4 / n` with kurtosis :math:`\kappa`. The value :math:`\kappa - 1 = 149` is assumed.
-    Hence only layers with hundreds of values per client can show a difference in variance. With f malicious clients,
-    counts are ignored, and each channel excludes the f smallest and f largest means and variances, at most half of all.
+    The second numerator is reduced by the expected noise: a variance estimated from n values with kurtosis
+    :math:`\kappa` has variance :math:`(\kappa - 1) \sigma^4 / n`; :math:`\kappa = 150` is assumed. Hence only layers
+    with hundreds of values per client can show a difference in variance. With f malicious clients, all clients count
+    equally, and each channel's f smallest and f largest means and variances are excluded, at most half of all. The
+    result is ``None`` for a single client, and if no channel has variance.
     """
     stacked = _stack_reports(reports, layer)
     if stacked is None:

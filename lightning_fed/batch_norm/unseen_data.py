@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 
 
 class DataStatistics(UnseenStatistics):
-    """Makes BatchNorm layers use the statistics in ``report``. For an empty report, layers use batch statistics.
+    """Makes BatchNorm layers normalise with the mean and variance in ``report``, measured on the evaluation data.
 
-    ``report`` contains mean and variance by layer, from :meth:`InputStatistics.as_extras`.
+    While ``report`` (from :meth:`InputStatistics.as_extras`) is empty, layers use the statistics of each batch.
     """
 
     def __init__(self, module: nn.Module, layers: Iterable[str] | None = None) -> None:
@@ -44,9 +44,9 @@ class DataStatistics(UnseenStatistics):
 class UnseenData(RevertingCallback, FederatedCallback):
     """Evaluates with BatchNorm statistics of the evaluation data: of each batch, or of a whole dataloader.
 
-    The callback applies to models without running statistics: the global model, if each client has separate statistics,
-    and the model of a client without statistics. From the start of a validation, test or prediction until the next
-    round, BatchNorm layers use the new statistics. Untrained layers (as in a frozen encoder) still use running
+    The callback applies if each client has separate running statistics, but the evaluated model has none: the global
+    model, and the model of a client without a measurement. From the start of a validation, test or prediction until the
+    next round, BatchNorm layers use the new statistics. Untrained layers (as in a frozen encoder) still use running
     statistics.
     """
 

@@ -1,4 +1,4 @@
-"""Traces operations from a layer's class scores and the labels in a batch to the loss."""
+"""Finds classification losses in a training step, by tracing how class scores and labels enter the loss."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 
 @dataclass(frozen=True)
 class _Scores:
-    """Marks a tensor in the training step as class scores: an output of ``layer``, or computed only from such outputs.
+    """Describes a traced tensor with class scores: an output of ``layer``, or computed only from such outputs.
 
-    ``inputs`` are the indices of the batch tensors used to compute the scores. ``voids`` are the ignored labels:
-    positions with these labels are masked.
+    The scores were computed from the batch tensors with the indices ``inputs``. ``voids`` are ignored labels: the
+    training step has masked the scores for these labels.
     """
 
     layer: str
@@ -51,10 +51,10 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Marks a tensor computed from the labels in a training step, such as one-hot vectors or a mask ``labels == 0``.
+    """Describes a traced tensor computed from labels, such as one-hot vectors or a mask ``labels == 0``.
 
-    ``fills`` contains a pair (old label, new label) for each replaced label, as by ``masked_fill``. The old
-    label is ``None`` if the replacement does not select a single label.
+    ``fills`` contains replaced labels as pairs (old, new): (255, 0) for ``labels.masked_fill(labels == 255, 0)``. The
+    old label is ``None`` if a mask does not select a single label.
     """
 
     leaves: frozenset[int]
@@ -70,10 +70,10 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Describes how the training step has computed a tensor from batch tensors, class scores, labels and losses.
+    """Describes the batch tensors, class scores, labels and losses from which a training step computes a tensor.
 
-    ``leaves`` are the indices of the used batch tensors, and ``losses`` the indices of the used classification losses.
-    If the sum over the tensor would be a loss (probabilities times labels), ``product`` is the index of this loss.
+    ``leaves`` are the indices of these batch tensors, and ``losses`` the indices of these classification losses. An
+    elementwise product of probabilities and labels becomes a loss when summed: ``product`` is this loss's index.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -110,10 +110,10 @@ class ClassLosses:
     """Finds the classification losses in a training step, and the layers with the class scores.
 
     A classification loss compares class scores with labels: a cross-entropy, a negative log-likelihood, a binary
-    cross-entropy, or a gather of probabilities at labels. Dice and focal losses are recognised as a sum over the
-    product (or difference) of probabilities and indicators computed from labels. Between layer and loss, only
-    elementwise operations with constants and masks, views, means and resizing are allowed. Labels also used as an
-    input of the layer do not count: an autoencoder's target is the input, not a class.
+    cross-entropy, or a selection of the label's probability (``gather``). Dice and focal losses are recognised as a sum
+    over the product (or difference) of probabilities and zero-one tensors computed from labels. A loss is found only
+    after simple operations on the layer's output, such as elementwise operations with constants, softmax, masks, views
+    and means. Tensors also used as the layer's input are not labels: an autoencoder's target is the input, not a class.
 
     Example:
         >>> head, inputs, labels = nn.Linear(2, 3), torch.ones(4, 2), torch.tensor([0, 1, 2, 0])
@@ -162,7 +162,7 @@ class ClassLosses:
             self._put(output, origin)
 
     def find_losses(self, loss: Any) -> list[ClassLoss]:
-        """Returns the classification losses used in ``loss``, except losses that are also used in a layer's input."""
+        """Returns the classification losses that contribute to ``loss``, except losses used in a layer's input."""
         places = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
         return [self._losses[place] for place in sorted(places)]
 

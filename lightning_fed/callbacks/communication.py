@@ -68,13 +68,13 @@ class CommunicationReport(FederatedCallback):
     averaging. :meth:`table` shows means over clients and rounds per part; :attr:`rows` and :meth:`to_csv` have single
     rounds.
 
-    The callback's state in checkpoints is ``rows``, with the fields of :class:`Traffic` per round, client and part, and
-    ``visits``, with the numbers of trained clients and updates in rounds without separate values per client.
+    Checkpoints contain ``rows`` (the fields of :class:`Traffic` per round, client and part). Early rounds have only
+    sums over clients: for these rounds, ``visits`` contains the numbers of trained clients and received updates.
 
     Args:
         parts: Prefixes of entry names, one per part (``["model.head"]``; an entry belongs to the longest matching
-            prefix). All other entries form the part ``"(rest)"``. By default the parts are the submodules on the
-            first level with several submodules.
+            prefix). All other entries form the part ``"(rest)"``. By default the parts are the outermost submodules
+            (``net.head`` and ``net.body`` if all names begin with ``net.``).
         client_rounds: Number of recent rounds with separate values per client. For earlier rounds only sums are stored.
 
     Raises:
@@ -262,7 +262,7 @@ class CommunicationReport(FederatedCallback):
 
 
 def top_level_parts(names: Sequence[str]) -> list[str]:
-    """From entry names, finds the submodules on the first level with several: ``net.head`` and ``net.body``."""
+    """Returns the outermost submodules: ``net.head`` and ``net.body`` if all entry names begin with ``net.``."""
     paths = [name.split(".") for name in names]
     depth = 1
     while len({tuple(path[:depth]) for path in paths}) == 1 and all(len(path) > depth for path in paths):

@@ -100,7 +100,7 @@ class Federation(TrainerCallback):
             :class:`~lightning_fed.client.client_store.ClientStore`, or by default memory.
         visits: Loop for the visits' batches; all loops have equal results. ``"fused"``: a loop that skips unused hooks.
             ``"lightning"``: Lightning's loop. ``"auto"``: fused if possible. :class:`~lightning_fed.Vectorized`:
-            several clients at once. ``"fastest"``: chosen by model, cohort and device.
+            several clients at once. ``"fastest"``: as many at once as measured fastest for model, cohort and device.
         steps: Update steps between a client's training and the new global model (:mod:`lightning_fed.steps`), in order
             of execution on the client, after the method's steps. The objects are copied.
         seed: Seed for the partition and the choice of clients; by default the seed from ``seed_everything``, or 0.
@@ -110,7 +110,7 @@ class Federation(TrainerCallback):
         options: Options for a fit: the arguments combined with the method's settings.
         method: The federation's copy of the method. The method's callbacks are added to the Trainer, except classes
             already present.
-        has_lost_entries: True if ``store`` no longer has the clients' personal entries from the evaluated checkpoint.
+        has_lost_entries: True if the evaluated checkpoint needs clients' personal entries that ``store`` no longer has.
         server: The server. Results are in ``server.rule`` and ``steps``, not in the objects passed as arguments.
 
     Raises:
@@ -125,9 +125,10 @@ class Federation(TrainerCallback):
         visit to visit. Changed attributes that can affect later visits are logged. Buffers with ``persistent=False``
         start every visit with the round's initial values.
 
-        Checkpoints contain the rounds, seed, method, clients, steps, client store, and for untrained entries the rounds
-        of changes and of clients' last updates. For BatchNorm, checkpoints contain the decision for ``"auto"``, the
-        clients' reports before the decision, and the kind of statistics behind each metric monitored by a callback.
+        Checkpoints contain the rounds, seed, method, clients, steps and client store; the round of each untrained
+        entry's last change, and of each client's last update. For BatchNorm, checkpoints contain the decision for
+        ``"auto"``, the clients' reports before the decision, and for each metric monitored by a callback the kind of
+        statistics used in the evaluation (such as ``"pooled"``).
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)
@@ -291,7 +292,7 @@ class Federation(TrainerCallback):
 
     @property
     def population(self) -> Population:
-        """All clients. Raises ``RuntimeError`` until the data are loaded (one client: after the sanity validation)."""
+        """All clients. Raises ``RuntimeError`` until the data load (with a single client, after sanity validation)."""
         return self._fit.population
 
     @property
@@ -333,16 +334,16 @@ class Federation(TrainerCallback):
     ) -> Answers:
         """Asks clients a question outside a round. Each client loads the sent model, and computes an answer.
 
-        In this process, or in several processes with shared clients, ``callback`` answers
-        (:meth:`~lightning_fed.federated_callback.AskableCallback.on_client_question`). On other machines, a callback
-        with the same class answers.
+        If the clients run in this process, or are divided among several processes, ``callback`` computes the answers
+        (:meth:`~lightning_fed.federated_callback.AskableCallback.on_client_question`). If the clients run on other
+        machines, a callback of the same class on the client's machine computes the answer.
 
         Args:
             module: The module with the model to send, usually the global model. The module is not changed.
             callback: The callback for computing the answers.
             clients: The clients to ask.
             question: The question: primitives and plain containers.
-            own: Whether the model is the client's own model, with personal entries and BatchNorm statistics.
+            own: Whether each client adds the client's personal entries and BatchNorm statistics to the sent model.
         """
         return ask(self._fit, module, callback, clients, question, own)
 
@@ -580,7 +581,7 @@ class Federation(TrainerCallback):
         return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
-        """Counts a learning-rate scheduler's steps in ``rounds`` rounds: one per ``window`` batches of a client."""
+        """Counts a scheduler's steps in ``rounds`` rounds: one per ``window`` batches, with all clients in parallel."""
         self.find_population()
         return count_scheduler_steps(self._fit, rounds, window)
 
@@ -617,8 +618,8 @@ def _copy_method(method: Method) -> Method:
         return copy.deepcopy(method)
     except Exception as error:
         raise TypeError(
-            f"Expected `method` to hold objects that can be copied, but `{method.name}` does not ({describe(error)}): "
-            "give such a callback to the Trainer, or give its class a `__deepcopy__`."
+            f"Expected a `method` that can be copied, but an object in `{method.name}` cannot ({describe(error)}): "
+            "if the object is a callback, give the callback to the Trainer, or define `__deepcopy__` in the class."
         ) from error
 
 

@@ -89,7 +89,7 @@ class LoggedValue:
         self.cases += added.cases
 
     def limited(self, weight: float) -> LoggedValue:
-        """Returns the same mean with a total weight of at most ``weight``. Other reductions are returned unchanged."""
+        """Limits the weight of a mean to ``weight``, without changing the mean. Returns other reductions unchanged."""
         if self.total is None or self.reduce_fx != "mean" or self.weight <= weight:
             return self
         return replace(self, total=self.total * (weight / self.weight), weight=weight)

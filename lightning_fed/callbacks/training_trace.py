@@ -101,9 +101,10 @@ def find_class_task(
 ) -> ClassTask:
     """Finds a module's classifier layer, classes and labels by a trial run of the training step on one batch.
 
-    A server without data only uses :func:`~lightning_fed.modules.find_classifier`. A client on another machine raises
-    an error if the trial run finds another layer. Error messages end with ``remedy``. ``needs_target`` requires labels
-    with one class per example or pixel (with ``allows_multilabel``, also several) as a tensor in the batch.
+    A server without data cannot run the step, and only uses :func:`~lightning_fed.modules.find_classifier`. A client on
+    another machine raises an error if the trial run finds another classifier than this function. Error messages end
+    with ``remedy``. With ``needs_target``, the labels must be one tensor from the batch, with one class per example or
+    pixel (with ``allows_multilabel``, possibly several classes).
     """
     federation = federation_of(trainer)
     is_remote = federation is not None and federation.is_remote
@@ -139,9 +140,10 @@ def find_class_task(
 def describe_labels(
     trainer: L.Trainer, module: L.LightningModule, callback: str, target: BatchKey, void: VoidLabel
 ) -> LabelDescription:
-    """Returns position in the batch (``target``), ignored label (``void``), class names and colours for pictures.
+    """Returns the labels' position in a batch, the ignored label, and the class names and class colours for pictures.
 
-    Missing values come from a trial training step and :func:`declared_classes`. Error messages name ``callback``.
+    A ``target`` (position) or ``void`` (ignored label) given by the user is returned unchanged. Otherwise a trial
+    training step finds both. Names and colours are from :func:`declared_classes`. Error messages name ``callback``.
     """
     try:
         task = find_class_task(trainer, module, f"pass `{callback}` a `target`", target is None, allows_multilabel=True)
@@ -255,7 +257,7 @@ def _plain_batch(trainer: L.Trainer, index: int) -> Any:
     with isolated_generators(loader, 0):
         for batch, *_ in itertools.islice(CombinedLoader(loader, "min_size"), index, None):
             return batch
-    raise ValueError(f"the loader has only {index} batches")
+    raise ValueError(f"the training dataloader has no batch with index {index} for a trial step")
 
 
 def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:
@@ -268,7 +270,7 @@ def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:
     losses = [loss for loss in trace.class_losses if loss.layer == layers[0]]
     voids = frozenset[int]().union(*(loss.voids for loss in losses))
     if len(voids) > 1:
-        raise _Unproven(f"the losses on the outputs of {layers[0]!r} ignore different labels, {sorted(voids)}")
+        raise _Unproven(f"the losses for the layer {layers[0]!r} have several ignored labels, {sorted(voids)}")
     paths = frozenset[BatchPath]().union(*(loss.labels for loss in losses))
     has_labels = all(loss.has_labels for loss in losses)
     target = _reader(next(iter(paths)), trace.batch) if has_labels and len(paths) == 1 else None

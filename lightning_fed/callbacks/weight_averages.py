@@ -166,9 +166,9 @@ class WeightAverages(FederatedCallback):
         if not self.has_steps:
             if self._methods[0].original(step_idx=step_idx):
                 raise MisconfigurationException(
-                    f"Expected {self._name}.should_update to be true for a `step_idx` below {len(_TRIED_STEPS[0])}, "
-                    "or for no `step_idx`, because clients send averaged weights either from the first round on or "
-                    f"never. The first true value is for `step_idx` {step_idx}: {_AFTER_ROUNDS}."
+                    f"Expected {self._name}.should_update to be true for a `step_idx` below {len(_TRIED_STEPS[0])} or "
+                    f"for none, but the first true value is for {step_idx}. Whether clients average weights over steps "
+                    f"must be known before the first round: start averaging earlier, or {_AFTER_ROUNDS}."
                 )
             return False
         steps = self._base + trainer.global_step - self._first_step

@@ -67,21 +67,22 @@ _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 class CarriedAttributes:
     """Finds attributes through which one client's training affects another client's training. Raises an error or warns.
 
-    A *visit* is one client's training in a round. An attribute is reported if one visit changes the attribute, and a
-    later visit reads the value before writing. Class attributes, variables in the closures of methods, and global
-    numbers are reported after changes in two visits. A metric is reported if ``compute`` is called in a visit and the
-    metric has updates from an earlier visit.
+    A *visit* is one client's training in a round. Reported are:
 
-    With several clients, a report is an error if the attribute changes in two visits, and belongs to an optimizer, a
-    scheduler, or a callback with an effect on training (a hook writes to parameters, gradients or options for an
-    optimizer). Otherwise a report is a warning.
+    - attributes changed in one visit, and read in a later visit before the first write;
+    - class attributes, closure variables and global numbers used by methods, if two visits change the value;
+    - metrics, if a visit calls ``compute`` and the metric has updates from an earlier visit.
 
-    The search covers attributes of the module, submodules, the user's callbacks, the Trainer's optimizers, and per-step
-    schedulers: numbers, strings, tensors, arrays, random generators, optimizers, iterators, containers, functions with
-    variables in a closure, and objects with such attributes. For callbacks without an effect on training, the search
-    covers only tensors, arrays, modules and optimizers. The search skips layers from this package, the ``state_dict``
-    of optimizers and schedulers, parameters and buffers, tensors with a gradient history, other global variables, and
-    objects nested deeper than five levels. An optimizer stored in an attribute starts every visit without state.
+    A report is an error if several clients train, two visits change the attribute, and the attribute belongs to an
+    optimizer, a scheduler or a *training callback*. A hook of a training callback changes parameters, gradients or
+    optimizer options. All other reports are warnings.
+
+    The search covers the module, submodules, the user's callbacks, the Trainer's optimizers, and per-step schedulers.
+    Attributes may be numbers, strings, tensors, arrays, random generators, optimizers, iterators, containers, functions
+    with closure variables, and objects with such attributes. In callbacks other than training callbacks, the search
+    covers only tensors, arrays, modules and optimizers. Excluded are layers from this package, the ``state_dict`` of
+    optimizers and schedulers, parameters and buffers, tensors with a gradient history, other global variables, and
+    objects nested deeper than five levels. With ``is_reset``, optimizers in attributes start every visit without state.
 
     Args:
         module: The module.

@@ -29,11 +29,11 @@ _DEPTH = 5
 def fingerprint(
     value: Any, memory: Collection[int] = (), skipped: frozenset[int] = frozenset(), depth: int = _DEPTH
 ) -> Any:
-    """Returns a summary of an attribute's value, such as a hash. Equal values have equal summaries.
+    """Returns a summary of an attribute's value, such as a hash, to detect changes. Equal values have equal summaries.
 
-    A summary covers ``depth`` levels of nested objects. An unreadable attribute counts as unchanged, and an iterator as
-    changed. For generators before the first value, the summary contains the arguments. Excluded are tensors with a
-    storage address in ``memory`` (parameters and buffers), and objects with an id in ``skipped``.
+    A summary covers ``depth`` levels of nested objects. An iterator has a new summary in each call, but a Python
+    generator before the first value has the arguments as summary. The summary is ``None`` for an unreadable value, for
+    tensors with a storage address in ``memory`` (parameters and buffers), and for objects with an id in ``skipped``.
     """
     try:
         if isinstance(value, np.generic):  # NumPy's numbers compare with lists like arrays

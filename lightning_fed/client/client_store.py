@@ -232,9 +232,10 @@ class FolderStore(ClientStore):
         return {"folder": str(self.folder), "run": self._run, "kept": plain_keys(self._kept_until(round))}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the file references from :meth:`checkpoint`. Files from ``round`` or later are ignored.
+        """Continues with the files of the checkpoint's run. Ignores files from ``round`` or later.
 
-        Refuses a checkpoint with the clients' tensors (from a store in memory), or with references to deleted files.
+        Raises an error if the checkpoint itself contains the clients' tensors, because the fit had a
+        :class:`MemoryStore`, or if files from before ``round`` have been deleted.
         """
         if state.get("clients"):
             raise ValueError(

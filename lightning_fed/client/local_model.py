@@ -109,10 +109,10 @@ class LocalModel:
         self.dropped = set[str]()
 
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
-        """Returns copies of the module's shared parameters and buffers, and sliced entries without a copy.
+        """Returns copies of the parameters and buffers shared with the server. Sliced entries are not copied.
 
-        Clients receive only some rows from a sliced entry (a table), and train copies of these rows. If ``known``
-        contains a tensor with the same name and values, this tensor is returned instead of a copy.
+        Sliced entries are tables: clients receive and train copies of some rows only. To save memory, a tensor in
+        ``known`` with the same name and values is returned instead of a new copy.
         """
         self._find_entries()
         known = {name: value for name, value in (known or {}).items() if name in self.entries}
@@ -198,7 +198,7 @@ class LocalModel:
         return find_implausible({name: personal[name] for name in was_plausible})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Builds a client's update after training. Raises an error if tensors outside ``state_dict`` have changed."""
+        """Builds an update from :meth:`global_state`. A trained tensor missing in ``state_dict`` raises an error."""
         self._check_unsaved()
         return ClientUpdate(client, num_samples, self.global_state(known))
 

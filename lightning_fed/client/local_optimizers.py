@@ -16,20 +16,20 @@ from lightning_fed.numerics.trees import copy_tree
 class LocalOptimizers:
     """Optimizers, per-step schedulers and loss scale of a round, reset before each client's training.
 
-    Every client starts with the round's hyper-parameters (such as learning rates from epoch schedulers), per-step
-    schedulers and loss scale. The optimizers' buffers (such as momentum) have the initial values or, with
-    ``mode="keep"``, the values after the client's last training. After the round, the per-step schedulers continue from
-    the client with the median number of steps, and the loss scale is the median over the clients. A minority of clients
-    cannot move a median outside the range of all other clients. With one client the result equals plain training.
+    All clients start with the same hyper-parameters (such as learning rates from epoch schedulers), per-step scheduler
+    states and loss scale. Optimizer buffers (such as momentum) start with the initial values or, with ``mode="keep"``,
+    with the values after the client's last training. After the round, the per-step schedulers take the states from the
+    client with the median number of steps. The new loss scale is the median over the clients. Medians limit the
+    influence of single clients. With one client the result equals plain training.
 
     Args:
         optimizers: The optimizers.
         step_schedulers: Learning-rate schedulers that step after every batch.
         scaler: Object with the loss scale, with ``state_dict`` and ``load_state_dict``.
-        mode: ``"reset"`` or ``"keep"`` (see above), or ``"continue"`` for a fit equal to plain training. Then states
-            return to the round's start only after a round without a valid update.
+        mode: ``"reset"`` or ``"keep"`` (see above), or ``"continue"`` for a fit equal to plain training: no reset,
+            except after a round without a valid update.
         epoch_schedulers: Schedulers that the Trainer steps at the round's last batch. If an epoch scheduler and a
-            per-step scheduler share an optimizer, both continue from the same client.
+            per-step scheduler share an optimizer, both take the state from the client with the median number of steps.
 
     Attributes:
         finals: Scheduler states and loss scale after each client's training, by the client's position in the round;
@@ -72,8 +72,8 @@ class LocalOptimizers:
     ) -> None:
         """Resets optimizers, schedulers and loss scale to the round's start, then loads the client's optimizer state.
 
-        ``packed`` is the optimizer state from the client's last training. ``rows`` lists pairs (parameter, row indices)
-        for parameters of which the client received only some rows: the initial buffers are cut to these rows.
+        ``packed`` is the optimizer state from the client's last training. ``rows`` lists pairs (parameter, row
+        indices): the client received only these rows, so the parameter's optimizer buffers are cut to these rows.
         """
         if self.mode == "continue":
             return
@@ -92,10 +92,10 @@ class LocalOptimizers:
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
 
     def end_round(self, counting: Collection[int]) -> None:
-        """Resets the optimizers' buffers after a round, but retains learning rates set by epoch schedulers.
+        """Resets optimizer buffers such as momentum after a round, but keeps learning rates set by epoch schedulers.
 
-        ``counting`` contains the positions, in the round, of the clients with a valid update. Per-step schedulers
-        continue from the client with the (lower) median number of steps among these clients.
+        ``counting`` lists the clients with a valid update, as indices among the round's clients. From these clients,
+        the client with the median number of steps (lower median) provides the new states of per-step schedulers.
         """
         if self.mode == "continue" and counting:
             return

@@ -267,8 +267,8 @@ def datamodule_of_handed(
     if brings_clients and partition is not None:
         raise OptionError(
             "Expected one DataLoader or data set for `partition` to split into clients, but got a "
-            f"{type(train).__name__} of {len(train)}. If its entries are the clients, omit `partition`; if every step "
-            "takes a batch of each, put the loaders into a `CombinedLoader`, which is then split into clients."
+            f"{type(train).__name__} of {len(train)}. If the entries are the clients' data, omit `partition`. If every "
+            "step takes a batch from every loader, put the loaders into a `CombinedLoader` for `partition` to split."
         )
     if brings_clients:
         return FederatedDataModule(train, val)

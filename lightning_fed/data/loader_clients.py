@@ -81,9 +81,9 @@ class LoaderClients(Population):
             return self.local_steps * int(batch_size)
         raise ValueError(
             f"Expected the loader of client {client!r} to have a data set with a length, because averages are "
-            "weighted by the number of examples: define `__len__` on the data set (or on a loader without a data set), "
-            "or set `local_steps` (and an attribute `batch_size` of the loader), so that the examples of a visit are "
-            "counted."
+            "weighted by the number of examples. Define `__len__` on the data set, or on the loader if the loader has "
+            "no data set. Or set `local_steps` and the loader's `batch_size`: the client then counts as `local_steps` "
+            "times `batch_size` examples."
         )
 
     def _loader(self, client: Client) -> Any:
@@ -288,8 +288,8 @@ def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
     if any(getattr(part, "persistent_workers", False) for part in _parts(loader)):
         raise ValueError(
             "Expected a loader without persistent workers, because the client's examples are also read outside "
-            "training, and persistent workers allow only one pass at a time: set `persistent_workers=False` (for "
-            "prototypes alternatively passes='online', for `SampledSoftmax` the clients' `classes`)"
+            "training, and persistent workers allow only one pass at a time: set `persistent_workers=False`, or avoid "
+            "the other pass by `ClassPrototypes(passes='online')` or `SampledSoftmax(classes=...)`"
         )
     with seeded_own_generators(_owners(loader), seed):
         yield

@@ -126,7 +126,7 @@ class Population(ABC):
 
     @abstractmethod
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Number of batches in a pass over a client's data; ``None`` if unknown."""
+        """Number of batches in a pass over a client's data (``isolated``: outside training); ``None`` if unknown."""
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
         """Number of batches in each of a client's passes in a round, if the passes differ in length; else empty."""
@@ -136,20 +136,19 @@ class Population(ABC):
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Yields ``num_batches`` items for each visit (a client's training in a round).
+        """Yields ``num_batches`` items for each visit (a client's training in a round): a batch or an exception each.
 
-        An item contains a batch or an exception. After an exception, or if the visit's ``fault`` is set, the caller
-        ignores the visit's remaining items. ``isolated`` is for a pass outside training: iterators from other calls are
-        not disturbed, and data sets are read without ``drop_last``. ``groups`` are ranges of visit indices: the visits
-        in a group yield batches in turn. By default one visit follows another.
+        After an exception, or if the visit's ``fault`` is set, the caller ignores the visit's remaining items. With
+        ``isolated`` (a pass outside training), iterators from other calls are not disturbed, and data sets are read
+        without ``drop_last``. ``groups`` are ranges of indices into ``visits``: visits in a group yield one batch each
+        in turn. By default one visit follows another.
         """
 
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
-        """Yields one pass over a client's data, in an order drawn for the visit. Raises exceptions from the data.
+        """Yields the batches in one pass over a client's data, in an order drawn from the visit's seed.
 
-        With ``isolated`` (a pass without training), the pass includes examples that ``drop_last`` drops in training,
-        unless the client's data are a loader. If the data have no known length and ``local_steps`` is set, the pass has
-        as many batches as a visit.
+        With ``isolated`` (a pass outside training), ``drop_last`` has no effect on data sets, but still on a client's
+        loader. For data without length, the pass has ``local_steps`` batches, if set. Raises the data's exceptions.
         """
         self.round = visit.round
         seed = derive_seed(visit.seed, 1)
@@ -181,7 +180,7 @@ class Population(ABC):
             _log.warning(text, origin, client, trace)
 
     def is_counted(self, client: Client) -> bool:
-        """True if this is the fit's only client, and the data have no length: the first pass counts the examples."""
+        """True if ``client`` is the fit's only client, and the number of examples is unknown before the first pass."""
         return False
 
     def gives_all(self, client: Client) -> bool:
@@ -204,7 +203,7 @@ def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
 
 
 def sequential_groups(visits: Sequence[Any]) -> list[range]:
-    """Returns a group (range of indices) for each client, for training one client after another."""
+    """Returns a range with one index for each visit (a client's training), so that clients train one after another."""
     return [range(position, position + 1) for position in range(len(visits))]
 
 

@@ -18,11 +18,11 @@ _OF_LOADER = ("dataset", "batch_size", "num_workers", "sampler")
 
 
 class RoundLoader:
-    """Iterable over the training batches of a round, one client after another.
+    """Iterable over the training batches of a round, one visit (a client's training in the round) after another.
 
     The loader is a plain iterable with a length, because Lightning does not modify such loaders. Lightning calls
-    ``iter`` twice in every epoch after the first, so data are read only from the first ``next`` on. After a failure the
-    client's remaining batches are ``None``, which Lightning skips.
+    ``iter`` twice in every epoch after the first, so data are read only from the first ``next`` on. After a failure in
+    a visit, the visit's remaining batches are ``None``, and Lightning skips these.
 
     With several processes, each process serves some of the clients, padded to the same number of batches.
 
@@ -35,17 +35,17 @@ class RoundLoader:
         clock: Time limit for each client's training, by default none. Simultaneous training has no limit.
 
     Attributes:
-        visits: The planned trainings in this process, one per client, in order.
+        visits: The planned visits in this process, one per client, in order.
         failed: Clients without usable data, with the reason.
-        group: The visits (one client's training) with the latest batch: one visit, or simultaneous visits in a
-            subclass. Empty before the first visit and after the last one.
-        interrupting: Function that returns a context. After the visit's time limit, the code inside is interrupted.
+        group: The latest batch's visit; several visits in a subclass that trains several clients at once. Empty
+            before the first and after the last visit.
+        interrupting: Creates a context manager that interrupts the code inside when the visit's time limit is reached.
         batches_left: Remaining batches in the group; after the last visit, the remaining ``None`` batches.
         num_skipped: Number of batches trained before the checkpoint of a resumed fit. The loader reads and skips these
             batches, then calls ``on_skipped``.
-        padding: The number of ``None`` batches after the last visit, for equally many batches in all processes.
+        padding: Number of ``None`` batches after the last visit, for equally many batches in all processes.
         on_start: Function called before the first batch is fetched.
-        on_visit: Function called at the start of every visit, or visit group.
+        on_visit: Function called at the start of every visit or group.
         on_end: Function called with the last batch of a loader without length, before the loader returns the batch.
     """
 

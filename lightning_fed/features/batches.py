@@ -49,7 +49,7 @@ def _find(batch: Any, key: BatchKey, usual_keys: Sequence[str], default: Any, na
             if isinstance(batch, Sequence):
                 contents = f"positions 0 to {len(batch) - 1}"
             raise ValueError(
-                f"Expected `{name}` to be in the batch, but got {key!r} for a batch of {contents}."
+                f"Expected `{name}` to be an index or key in the batch, but got {key!r} for a batch with {contents}."
             ) from error
     elif isinstance(batch, Mapping):
         value = next((batch[usual] for usual in usual_keys if usual in batch), None)

@@ -42,21 +42,20 @@ def isolated_pass(
     is_muted: bool = True,
     is_training: bool = False,
 ) -> Iterator[None]:
-    """Context manager that runs a module in evaluation mode, hiding logged values and metric updates from the Trainer.
+    """Context manager for running a user's module without effects on logged values and metrics.
 
-    Inside, ``log`` replaces ``self.log``, and metrics are reset (``torchmetrics`` objects among submodules, or in a
-    list or dictionary of a submodule). Afterwards the context restores metrics, parameters, buffers, modes, and
-    attributes of module and submodules: numbers, strings, tensors, plain containers and random generators. Changes to
-    other objects remain.
+    The module is in evaluation mode. ``log`` replaces ``self.log``. Metrics are reset (``torchmetrics`` objects among
+    submodules, or in a submodule's list or dictionary). Afterwards the context restores metrics, parameters, buffers,
+    modes, and attributes: numbers, strings, tensors, plain containers and random generators. Other changes remain.
 
     Args:
         module: The user's module.
         log: Function to call instead of ``module.log``; by default values are ignored.
         gradients: Whether to enable gradients.
-        is_reloaded: Whether the caller overwrites parameters and buffers after the context, so copies are not needed.
-        is_alone: Whether metrics use only values from this process, without synchronisation.
-        is_muted: Whether to disable the loggers, because the Trainer's pass has already logged the same pictures.
-        is_training: Whether each layer keeps the current mode (training or evaluation).
+        is_reloaded: Whether to skip parameters and buffers, because the caller overwrites both afterwards.
+        is_alone: Whether metrics use only values from this process, without synchronisation between processes.
+        is_muted: Whether to disable the loggers, because the Trainer's pass has already logged the module's pictures.
+        is_training: Whether each layer keeps the current mode instead of evaluation mode.
     """
     metrics = find_metrics(module)
     stand_in = OverriddenMethod(module, "log", log or _ignore)
@@ -180,7 +179,10 @@ def loss_in(output: Any) -> Any:
 
 
 def forward_step(module: L.LightningModule) -> str | None:
-    """Name of the method for a batch without optimizer step: ``training_step``, ``validation_step`` or ``None``."""
+    """Returns the name of the module's method for running the model on a batch without training.
+
+    The method is ``training_step``, or ``validation_step`` with manual optimization (``None`` if not implemented).
+    """
     if module.automatic_optimization:
         return "training_step"
     return "validation_step" if is_overridden("validation_step", module) else None

@@ -149,7 +149,8 @@ def validate_after_rounds(
 ) -> None:
     """Sets the Trainer to validate between rounds: converts ``val_check_interval`` from batches to a number of rounds.
 
-    ``known`` caches the number of rounds by interval. ``revert`` registers calls that restore the Trainer's settings.
+    The round's number of batches is the sum over ``visits``, the clients' trainings. ``known`` caches the result by
+    interval. ``revert(function, *arguments)`` registers a call that restores the Trainer's settings after the fit.
     """
     interval, every = getattr(trainer, "val_check_interval", None), trainer.check_val_every_n_epoch
     if interval is None:
@@ -216,11 +217,11 @@ def _check_saver(saver: ModelCheckpoint) -> None:
     fault = f"monitor={saver.monitor!r}" if saver.monitor is not None else f"filename={name!r}" if "{" in name else ""
     if fault:
         raise MisconfigurationException(
-            "A checkpoint inside a round contains the model of the last complete round, but `ModelCheckpoint` would "
-            f"name or select the file by the current batch ({fault}): save after rounds (`every_n_epochs=1`), or set "
-            "a constant name and no monitor (`ModelCheckpoint(every_n_train_steps=100, save_last=True, "
-            "save_top_k=0)`; for exceptions `OnExceptionCheckpoint`). With a single client in the "
-            "federation, averaging and optimizer_state='keep', all names and monitors are allowed."
+            f"`ModelCheckpoint` with {fault} names or selects files by the current batch, but a checkpoint inside a "
+            "round contains the model of the last complete round: save after rounds (`every_n_epochs=1`), or without "
+            "monitor and placeholders (`ModelCheckpoint(every_n_train_steps=100, save_last=True, save_top_k=0)`). To "
+            "save after an exception, use `OnExceptionCheckpoint`. A federation with a single client, averaging and "
+            "optimizer_state='keep' allows all names and monitors."
         )
 
 

@@ -35,12 +35,15 @@ def decide_policies(
     batch_norm: BatchNormOption,
     sliced: Collection[str] = (),
 ) -> dict[str, Policy]:
-    """Determines the policy of each state dict entry (shared, sliced, personal or frozen), and logs personal entries.
+    """Determines the policy of each tensor in the state dict, and warns of personal tensors.
 
-    Clients receive only some rows of ``sliced`` entries. ``batch_norm`` can change the policies of BatchNorm layers.
-    With ``"personal"``, all entries of these layers are personal. With ``"frozen"``, running statistics are frozen.
-    With :class:`~lightning_fed.LocalStatistics`, running statistics are personal if measured in a ``"visit"``. If
-    measured after the ``"aggregation"``, running statistics are frozen or, with ``unseen="pooled"``, shared.
+    Personal tensors stay on the client, and frozen tensors are never sent. Clients receive only some rows of ``sliced``
+    tensors. ``batch_norm`` can change the policies in BatchNorm layers:
+
+    - ``"personal"``: weights and running statistics are personal.
+    - ``"frozen"``: running statistics are frozen.
+    - :class:`~lightning_fed.LocalStatistics`: running statistics are personal with ``measured="visit"``. Otherwise
+      running statistics are frozen or, with ``unseen="pooled"``, shared.
 
     Raises:
         ValueError: If a selector matches nothing, ``batch_norm`` requires BatchNorm layers and the model has none, an
@@ -123,7 +126,7 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
 
 
 def warn_of_filled(names: Collection[str]) -> None:
-    """Warns that values written into these buffers are lost: buffers with initial NaN or infinity are not sent."""
+    """Warns that buffers with initial NaN or infinite values are not sent, so values written in training are lost."""
     _log.warning(
         "Visits write into %d buffers that are not sent, because the buffers started with NaN or infinite values "
         "(%s). The written values are lost. To average the buffers, set finite values before the fit. To keep separate "

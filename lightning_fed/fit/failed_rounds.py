@@ -41,12 +41,13 @@ class FailedRounds:
     ) -> None:
         """Counts a round without a new global model, and raises an error after ``limit`` such rounds in succession.
 
-        Rounds with fewer than ``min_clients`` clients due to dropouts do not count. ``errors``: only of this process.
+        Does not count a round with fewer than ``min_clients`` clients because of dropouts. ``errors`` contains the
+        exceptions from clients in this process. With ``limit=None`` no error is raised.
 
         Raises:
             Exception: If all clients of the round (at least two, or the federation's only client) fail with exceptions
-                of one type: the first exception, or a ``RuntimeError`` if the exception occurred in another process.
-            RuntimeError: If ``limit`` consecutive rounds have failed. With ``limit=None`` no error is raised.
+                of one type. Raises the first exception at once, or a ``RuntimeError`` for another process's exception.
+            RuntimeError: If ``limit`` consecutive rounds have failed.
         """
         num_reports = len(report.received) + len(report.failed)
         if num_reports < min_clients and (report.received or not report.failed):  # dropouts

@@ -103,14 +103,15 @@ class BatchNormState:
 
     Args:
         option: The user's option ``batch_norm``.
-        treatment: Equals ``option``, or is ``LocalStatistics()`` if ``"auto"`` permits no other choice in this fit.
-        decision: Choice made by ``"auto"`` in the fit: each client's ``"own"`` statistics, or ``"pooled"`` statistics;
-            empty before the choice.
+        treatment: The option in effect: equals ``option``, or ``LocalStatistics()`` if ``"auto"`` cannot compare
+            clients (secure sums, central privacy, sliced entries).
+        decision: Decision made by ``"auto"`` during the fit: each client's ``"own"`` statistics, or ``"pooled"``
+            statistics; empty before the decision.
         is_alone: Whether the federation has a single client.
         initial_statistics: Running statistics for the start of each client's first training; only used with
             ``LocalStatistics("pooled", "visit")``.
-        num_measured: Number of rounds with reported statistics, up to this choice.
-        reports: Latest statistics reported by each client, until enough clients have reported for the choice.
+        num_measured: Number of rounds with statistics reported by clients.
+        reports: Latest statistics reported by each client, until the decision.
         model_round: Index of the last round with a new global model; -1 before such a round.
         norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
         served_client: In an evaluation, the client whose separate statistics are in the module, or ``None``.
@@ -275,8 +276,8 @@ class FederatedFit:
         """Sets the clients, before the first round and after each reload of the data. Refuses too few clients."""
         if self._population is not None and self.is_plain and len(population.clients) > 1:
             raise MisconfigurationException(
-                "Expected one client until the end of the fit, because the optimizers continue as in a plain fit, but "
-                f"the reloaded data have {len(population.clients)} clients: use optimizer_state='reset'."
+                "Expected one client in reloaded data, because the fit began with one client and keeps the optimizers, "
+                f"but the reloaded data have {len(population.clients)} clients: set optimizer_state='reset'."
             )
         if self._population is not None:
             population.sampling, population.has_raised = self._population.sampling, self._population.has_raised
@@ -399,7 +400,7 @@ def monitored_names(fit: FederatedFit) -> list[str]:
 
 
 def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
-    """Maps each logged name that a callback monitors to the kind of BatchNorm statistics in use (``"pooled"``)."""
+    """For checkpoints, maps each monitored metric to the BatchNorm statistics used (``"own"``, ``"pooled"``, ...)."""
     of_global = fit.batch_norm.unseen or ("pooled" if fit.batch_norm.is_reported else "model")
     return {
         name: "own" if fit.batch_norm.has_own and name.startswith(("fed/", "client/")) else of_global

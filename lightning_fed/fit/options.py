@@ -71,7 +71,7 @@ class VisitsAtOnce(ABC):
 
     @abstractmethod
     def plan(self, fit: Any) -> Any:
-        """Plans to train clients simultaneously. If not possible, logs the reason and returns ``None``."""
+        """Returns a plan for training clients in groups. If not possible, logs the reason and returns ``None``."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ VisitsOption: TypeAlias = VisitsName | VisitsAtOnce
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Checked options for a fit from :func:`build_options`, documented in :class:`~lightning_fed.callbacks.Federation`.
+    """Checked options for a fit. Arguments not listed here are as in :class:`~lightning_fed.callbacks.Federation`.
 
     Args:
         visits_at_once: Object for training several clients simultaneously, such as ``Vectorized(8)``, or ``None``.
         visits_one_by_one: Training loop for one client: ``"fused"`` (the package's), ``"lightning"`` or ``"auto"``.
-        has_personal_entries: Whether an option makes entries personal.
+        has_personal_entries: Whether ``personal`` or ``batch_norm`` keeps state dict tensors on each client.
     """
 
     personal: Sequence[Selector]

@@ -132,10 +132,10 @@ class RoundLog:
     def put(
         self, trainer: L.Trainer, round: int, values: Mapping[str, float], passing: Mapping[str, Iterable[str]] = {}
     ) -> None:
-        """Logs ``values`` by name for a round. ``passing`` lists the names that may be missing in the next rounds.
+        """Logs ``values`` by name for a round.
 
-        The keys of ``passing`` are sources, such as ``"aggregator"``. If a source logs values again, the names
-        missing this time are removed from the logged metrics.
+        ``passing`` maps a source, such as ``"aggregator"``, to the source's names in this round. Names from the same
+        source in earlier rounds, but not in this round, are removed from ``callback_metrics``.
         """
         for kind, names in passing.items():
             self._replace(trainer, kind, names)

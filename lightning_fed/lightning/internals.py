@@ -77,7 +77,8 @@ class OverriddenMethod:
 def ignored_warning(message: str, module: str = "") -> Iterator[None]:
     """Context that ignores a warning. Regular expressions match the message's start and the ``module``'s name.
 
-    Keeps other filters added inside. Requires that ``warnings.filters`` is a list with the latest filter first.
+    On exit only this filter is removed; other filters added in the context stay. The function relies on
+    ``warnings.filters``, a list with the latest filter first.
     """
     # With a comment, because otherwise an equal filter of the user or an outer fit would be replaced.
     warnings.filterwarnings("ignore", f"(?#{next(_numbers)}){message}", module=module)
@@ -211,7 +212,7 @@ def advise_workers(trainer: L.Trainer, loader: Any) -> None:
 def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
     """Sets ``trainer.is_last_batch``, stored in the epoch loop's batch progress. Returns the previous value.
 
-    Lightning does not read this value to end the epoch loop.
+    Lightning also ends the epoch by this value, so a caller must restore the previous value.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     before: bool = progress.is_last_batch
@@ -267,8 +268,8 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
     """Resets a checkpoint to the start of an epoch. ``global_step`` and ``progress`` are the values at this start.
 
     Lightning resumes at the batch index ``current.ready`` in ``epoch_loop.batch_progress``, but treats 0 as the end of
-    an epoch. The function therefore changes 0 to 1. With ``window=1`` (batches per optimizer step), Lightning would
-    count a batch twice for loggers, so the function also subtracts 1 from :func:`log_position`.
+    an epoch. The function therefore changes 0 to 1. If every batch has an optimizer step (``window=1``), a resumed
+    Trainer then adds 1 to the log's step (:func:`log_position`), so the function subtracts 1 in advance.
     """
     checkpoint["global_step"], loop = global_step, copy.deepcopy(progress)
     checkpoint["loops"]["fit_loop"] = loop
@@ -283,7 +284,8 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
 def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
     """Marks the epoch in a checkpoint as complete, so that a resumed Trainer begins the next epoch.
 
-    ``is_counted`` is true if :func:`log_position` already includes the last batch, as after the validation.
+    ``is_counted``: whether the log's step (:func:`log_position`) already includes the epoch's last batch, as in a
+    checkpoint saved after the validation. Otherwise the function adds 1.
     """
     loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
@@ -323,7 +325,8 @@ def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
 def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
     """Adds ``count`` optimizer steps from other processes to ``trainer.global_step`` and to :func:`log_position`.
 
-    ``global_step`` is the count of steps in automatic or manual optimization. The function changes both counts.
+    Lightning has one count for automatic and one for manual optimization, and ``global_step`` reads the module's count.
+    The function adds to both.
     """
     move_log_position(trainer, count)
     loop = trainer.fit_loop.epoch_loop
@@ -352,15 +355,15 @@ def hide_metrics(trainer: L.Trainer, names: Iterable[str]) -> None:
 
 
 def log_position(trainer: L.Trainer) -> int:
-    """Returns Lightning's position on the x-axis of the log: the number of batches with an optimizer step.
+    """Returns the default ``step`` for logged values: the number of batches with an optimizer step in the fit.
 
-    Lightning's logger connector reads a private attribute of the epoch loop. A resumed fit continues from this value.
+    Lightning stores the number in a private attribute of the epoch loop, and in checkpoints.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001
 
 
 def move_log_position(trainer: L.Trainer, count: int) -> None:
-    """Adds ``count`` to :func:`log_position`; a negative count undoes Lightning's increments for ``None`` batches."""
+    """Adds ``count`` to the log's step, :func:`log_position`. A negative count removes steps of empty batches."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += count  # noqa: SLF001
 
 

@@ -117,9 +117,9 @@ def _memory(value: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...
 
 
 def entry_names(module: nn.Module) -> dict[Tensor, str]:
-    """Maps parameters and buffers to entry names by memory address, because ``named_parameters()`` may use other names.
+    """Maps each parameter and buffer to the tensor's name in ``state_dict()``; ``named_parameters()`` may differ.
 
-    Tensors without an entry are excluded. A parameter with a gradient but without an entry raises ``ValueError``.
+    Tensors outside the state dict are excluded; if such a tensor requires gradients, ``ValueError`` is raised.
     """
     return _find_complete_state(module)[1]
 
@@ -404,7 +404,8 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
     """Returns the state dict entries that match any selector (:data:`Selector`). Error messages name ``option``.
 
     Raises:
-        ValueError: If a selector matches nothing, or only a later name of a tied tensor (one tensor, several names).
+        ValueError: If a selector matches nothing, or if a tied tensor (one tensor with several names) is matched, but
+            not by its first name in the state dict or first layer.
     """
     names = list(names)
     tied = tied_names({name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)})
@@ -423,9 +424,9 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
             for name, layer in first_layers.items():
                 if name in selected and layer not in inner:
                     raise OptionError(
-                        f"Expected `{option}` to select a tied tensor by the first layer with this tensor, but "
+                        f"Expected layer types in `{option}` to match the first of all layers with a tied tensor, but "
                         f"{selector.__name__} matches only a later layer with {name!r}: use the first layer's type, "
-                        f"{type(layer).__name__}, or the entry's name."
+                        f"{type(layer).__name__}, or the name of the tensor."
                     )
         if not selected:
             raise OptionError(

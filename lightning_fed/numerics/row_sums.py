@@ -69,10 +69,11 @@ class RowSums:
 
     @torch.no_grad()
     def mean(self, base: Tensor, weighting: RowWeighting = "global", total: float | None = None) -> Tensor:
-        """Returns a copy of the table ``base``, shape ``(n, *)``; weighted means replace all rows sent by clients.
+        """Returns a copy of the table ``base``, shape ``(n, *)``, with means in all rows from at least one client.
 
-        A row's divisor is ``total`` with ``weighting="global"`` (by default the sum of all added weights), and the sum
-        over the clients with this row with ``"per_row"``.
+        With ``"global"`` the mean is over all clients: a client without the row counts with the row in ``base``, and
+        ``total`` is the sum of all weights (by default, of the added weights). With ``"per_row"`` the mean is over the
+        clients with the row.
         """
         check_option("row_weighting", weighting, ("global", "per_row"))
         self._merge_parts()

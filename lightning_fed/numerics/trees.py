@@ -137,9 +137,9 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Applies ``function(flat, index)`` to tensors. Tensors adjacent in memory are passed as one tensor ``flat``.
+    """Applies an elementwise ``function(flat, index)``, with one call per group of tensors adjacent in memory.
 
-    ``index`` is the list index of the first tensor in ``flat``.
+    ``flat`` joins the group's tensors, and ``index`` is the list index of the first. Returns one result per tensor.
     """
     results = list(tensors)
     for run in find_runs(tensors):
@@ -170,7 +170,7 @@ def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 
 def join(*lists: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Groups tensors with adjacent memory in every list, and returns for each group one flat view per list."""
+    """Groups list indices with tensors adjacent in memory in all lists. Returns per group a flat view for each list."""
     return [tuple(_view_flat([values[at] for at in run]) for values in lists) for run in find_runs(*lists)]
 
 

@@ -51,7 +51,7 @@ def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
 
 
 def check_changes(module: object, planned: PlannedVisit, received: State, state: State, may_be_equal: bool) -> None:
-    """Raises an error if training without an optimizer changes shapes, or (unless ``may_be_equal``) no shared entry."""
+    """Checks a module without an optimizer: training must keep shapes and (unless ``may_be_equal``) change an entry."""
     resized = [name for name, value in state.items() if name in received and value.shape != received[name].shape]
     if not resized and (may_be_equal or len(identical_entries(received, state)) < len(state)):
         return
@@ -59,7 +59,7 @@ def check_changes(module: object, planned: PlannedVisit, received: State, state:
     if resized:
         change = f"changes the shape of {resized[0]!r}"
     raise MisconfigurationException(
-        f"Without an optimizer, {type(module).__name__} must train by changing buffers with fixed shapes, but the "
-        f"training of client {planned.visit.client!r} {change}: use a buffer (`register_buffer` before `fit`), for "
-        "example for a running mean. With a single client, `on_train_epoch_end` may fill a buffer from a list."
+        f"Expected {type(module).__name__}, a module without an optimizer, to train by changing the values in buffers, "
+        f"but the training of client {planned.visit.client!r} {change}: register each buffer in the final shape before "
+        "`fit`. With a single client, `on_train_epoch_end` may fill a buffer from a list."
     )

@@ -87,10 +87,10 @@ class RoundLoop:
 
     Attributes:
         open_round: The current round; ``None`` between rounds.
-        plan: Classes for the clients' training, with one or several clients at once.
-        is_attached: True during a fit, while the federation replaces methods of the module and the Trainer.
+        plan: Python classes for training and loading data, for one client or several clients at once.
+        is_attached: True during a fit, while methods of the module and the Trainer are overridden.
         is_planned: True after the first round's dataloader has been created.
-        is_ready: True after the federation's hooks ``setup`` and ``on_fit_start``.
+        is_ready: True after the federation's hook ``on_fit_start`` (:meth:`prepare`).
         failed_rounds: Rounds without a new model due to failed clients.
     """
 
@@ -409,8 +409,8 @@ class RoundLoop:
         fit.cohort = cohort
         if self._find_new_entries() and self.plan.loader is not RoundLoader:
             raise MisconfigurationException(
-                "Expected the module to have all parameters and buffers when a round is planned, because several "
-                "clients train at once, but a hook has added some since then: add the tensors earlier, or use "
+                "Expected no new parameters or buffers after the creation of a round's dataloader, because several "
+                "clients train at once, but a hook has added some: add the tensors earlier (in `setup`), or use "
                 "visits='auto'."
             )
         if fit.remote is not None:
@@ -476,10 +476,10 @@ class RoundLoop:
             self.cut_short()
 
     def correct_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Changes Lightning's batch counts in a checkpoint: a resumed fit then starts at the beginning of a round.
+        """Changes Lightning's batch counts in a checkpoint: a resumed fit then never starts inside a round.
 
-        An incomplete round restarts from the first batch. After the last batch, the fit continues with the validation.
-        A fit equal to training without a federation (one client) keeps Lightning's counts.
+        A checkpoint saved within a round resumes at the round's first batch. A checkpoint saved after the round
+        resumes with the validation or the next round. A fit with one client, as without a federation, keeps the counts.
         """
         if self._correct is not None and not self.fit.is_plain:
             self._correct(checkpoint)
@@ -492,7 +492,7 @@ class RoundLoop:
             complete_epoch(checkpoint, is_counted=False)
 
     def cut_short(self) -> None:
-        """Discards the current round if the fit ends early. A fit equal to plain training keeps the partial round."""
+        """Discards the unfinished round if the fit ends early. A fit with one client (a plain fit) keeps the round."""
         round = self.open_round
         if round is not None and self.fit.is_plain and round.loader.current is not None:
             round.driver.cut(round.loader.current)

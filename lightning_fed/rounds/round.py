@@ -136,10 +136,10 @@ class Round:
         written = [name for name, count in self._count_writes().items() if count != self._writes[name]]
         if written:
             raise MisconfigurationException(
-                f"Expected untrained entries in messages to stay unchanged, but {type(self._server.rule).__name__} "
-                f"or a callback has written into {written[0]!r} ({len(written)} entries in total). All messages in a "
-                "round share the tensors named in `update.unsent`: assign a new tensor instead of writing into the "
-                "shared tensor."
+                f"Expected frozen parameters and buffers to stay unchanged, but {type(self._server.rule).__name__} "
+                f"or a callback has written into {written[0]!r} ({len(written)} tensors in total). All updates in a "
+                "round share these tensors, named in `update.unsent`: assign a new tensor in `update.state` instead "
+                "of writing into the shared tensor."
             )
 
     # 2. Close

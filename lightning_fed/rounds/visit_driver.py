@@ -185,7 +185,7 @@ class VisitDriver:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Ends a batch, after all callbacks. With fused visits, then trains more batches without Lightning's loop."""
+        """Ends a batch, after all callbacks. The faster batch loop, if in use, then trains the round's next batches."""
         self._end_batch(outputs, batch, batch_idx)
         if self._batch_loop is not None:
             self._batch_loop.train_rest(self._loader, self._end_batch)

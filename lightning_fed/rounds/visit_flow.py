@@ -223,9 +223,9 @@ class ClientVisit:
 
 
 def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None:
-    """Continues a client's training (generator ``flow``) to the next training step; ``None`` at the end.
+    """Resumes a client's training, the generator ``flow``, until the next training step. Returns ``None`` at the end.
 
-    ``reply`` is true if the last step returned a loss; ``None`` before the first step.
+    ``reply`` tells the generator if the last step returned a loss (counted there); ``None`` before the first step.
     """
     try:
         event = flow.send(reply)

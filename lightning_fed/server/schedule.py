@@ -213,7 +213,7 @@ class Schedule:
         return Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
 
     def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
-        """Draws a second cohort (set of clients) of equal size, for FedDANE's gradients, without dropped clients."""
+        """Draws a second set of clients for FedDANE's gradients, as in :meth:`cohort`, and leaves out dropouts."""
         chosen = self._draw(_SECOND, round, clients)
         return [client for client in chosen if not self._drops_out(round, client)]
 

@@ -41,14 +41,14 @@ class RoundReport:
     Args:
         round: Index of the round, from 0.
         received: Number of local examples by client, for valid updates.
-        counted: Weight of each client in the average, in examples, after the update steps (valid updates only).
+        counted: Each client's weight in the average, in examples, changed by the update steps (valid updates only).
         failed: Maps excluded clients to the reason.
         metrics: Values from :attr:`ClientUpdate.metrics`, by client.
         norms: Euclidean norm of (local - global) over the trained entries, by client, computed by the server. Clients
             whose models have other shapes are omitted.
         up_bytes: Bytes in received updates, valid or not.
         down_bytes: Bytes in broadcasts.
-        refused: Maps clients in ``failed`` with an invalid answer to the reason.
+        refused: The part of ``failed`` for clients with an invalid update.
     """
 
     round: int
@@ -74,13 +74,13 @@ class RoundReport:
 
 
 class HeldEntries:
-    """Records the untrained entries that each client already has, to avoid sending an entry twice.
+    """Records the untrained entries (state dict tensors) on each client, to avoid sending an entry twice.
 
-    All clients start with the initial model. If the server changes an untrained entry, or an entry becomes untrained,
-    broadcasts to a client contain the entry until the client has sent a valid update. ``values`` contains the untrained
-    entries in the current or last round.
+    All clients have the initial values. After an untrained entry's change, the client has the new values once the
+    client has sent a valid update in the same or a later round. Until then, broadcasts to the client contain the entry.
+    ``values`` contains the untrained entries in the current or last round.
 
-    In checkpoints, ``since`` maps entry names to the round of the entry's last change. The lists ``clients`` and
+    In checkpoints, ``since`` maps each entry's name to the round of the entry's last change. The lists ``clients`` and
     ``rounds`` contain each client's name and last round with a valid update.
 
     Example:
@@ -196,7 +196,7 @@ class ServerInterface(ABC):
         """Aggregates the round's updates. Returns the new shared entries, or ``None`` without a valid aggregate."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
-        """Starts a round in the rule and update steps. Called again before the updates of all processes are merged."""
+        """Resets aggregation rule and update steps for a new round, and again before merging all processes' updates."""
 
     def end_visits(self) -> None:  # noqa: B027 - optional
         """Marks clients without a received update as failed."""
@@ -287,7 +287,7 @@ class Server(ServerInterface):
         super().sent(client, broadcast)
 
     def count(self, update: ClientUpdate) -> bool:
-        """Counts a received update's bytes. Row indices are taken from the broadcast, so no other rows can change."""
+        """Counts an update's bytes. Takes row indices from the broadcast, so a client cannot change rows not sent."""
         self.report.up_bytes += message_bytes(update)
         expected = self._expected.get(update.client)
         update.rows = {} if expected is None else expected.rows
@@ -321,9 +321,10 @@ class Server(ServerInterface):
             self.fail(client, "the client never answered")
 
     def finish_round(self) -> State | None:
-        """Aggregates the updates of a round. Returns the new shared entries, or ``None`` without a valid aggregate.
+        """Aggregates the updates of a round. Returns the new shared tensors of the global model.
 
-        If the rule computes a new model only in later rounds, returns the state passed to :meth:`start_round`.
+        Returns ``None`` with too few valid updates or an implausible aggregate. If the rule computes no new model in
+        this round (FedMA), returns the unchanged state passed to :meth:`start_round`.
         """
         self.end_visits()
         state = self._aggregate()

@@ -62,7 +62,7 @@ class Chain:
             if isinstance(step, CollectingStep):
                 raise OptionError(
                     f"Expected no `{type(step).__name__}` before `{type(self.steps[self._num_hidden]).__name__}` in "
-                    "`steps`, because the step compares single updates, but the server sees no single update there."
+                    "`steps`, because the first step compares single updates, but the second hides updates: remove one."
                 )
         for step in self.steps:
             if any(getattr(rule, name) for name in step.refuses):
@@ -189,7 +189,7 @@ class Chain:
         }
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Metrics of rule and steps for the last round. Without visible updates, the steps get no ``norms``."""
+        """Metrics of the last round. Steps get ``norms`` (of each update) only if the server sees single updates."""
         metrics = self.rule.metrics()
         for step in self.steps:
             metrics |= step.metrics(norms if self.reveals == "update" else {})

@@ -34,22 +34,22 @@ class Held(ABC):
 
     @abstractmethod
     def merge(self, other: Any) -> None:
-        """Adds the updates stored by another process in ``other``."""
+        """Adds the updates in ``other``, received by another process in the same round."""
 
     @abstractmethod
     def release(self) -> Sequence[Arrived]:
-        """Returns the updates for the aggregation rule, after all clients: the stored updates, or one sum."""
+        """Called after the last update: returns the updates to aggregate, either all updates or one combined update."""
 
 
 class StepCapabilities:
     """Optional capabilities of a step, declared by attributes and by methods that a step may override.
 
     Attributes:
-        reveals: Information visible to the server with this step: single updates (``"update"``), only the sum over
-            clients (``"sum"``), or only a model without information on single clients (``"model"``). The log omits
-            values with more information.
-        refuses: Names of capabilities in :class:`~lightning_fed.rule.RuleCapabilities`, such as ``"has_clusters"``. The
-            step cannot be combined with an aggregation rule that has one of these capabilities.
+        reveals: Data visible to the server with this step: single updates (``"update"``), only the sum of updates
+            (``"sum"``), or only the new global model (``"model"``). The log omits values from invisible data, such as
+            single updates' norms.
+        refuses: Names of attributes in :class:`~lightning_fed.rule.RuleCapabilities`, such as ``"has_clusters"``. The
+            step cannot be combined with an aggregation rule if one of these attributes is true.
     """
 
     reveals: Literal["update", "sum", "model"] = "update"
@@ -60,7 +60,7 @@ class StepCapabilities:
         return ()
 
     def form(self, state: State) -> State:
-        """Placeholders with the update's names, shapes and dtypes after this step; ``state``: before this step."""
+        """Returns tensors with names, shapes and dtypes of an update after this step; ``state``: before this step."""
         return state
 
     def hold(self) -> Held | None:

@@ -555,7 +555,7 @@ def test_several_loaders_are_split(mode, either_trainer):
 def test_a_combined_loader_is_split_without_a_datamodule(federated_trainer):
     loaders = {"labelled": DataLoader(DATASET, 5), "unlabelled": DataLoader(DATASET, 2)}
     trainer = federated_trainer(max_rounds=1, partition=IID(2))
-    with pytest.raises(OptionError, match=r"put the loaders into a `CombinedLoader`, which is then split into clients"):
+    with pytest.raises(OptionError, match="put the loaders into a `CombinedLoader` for `partition` to split"):
         trainer.fit(Consistent(), loaders)
     (inputs, labels), _ = models.vectors({"a": 20, "b": 4}).values()
     loader = CombinedLoader({

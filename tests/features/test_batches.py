@@ -52,9 +52,10 @@ def test_nothing_there():
     ],
 )
 def test_places_that_are_not_there(batch, key, has):
-    with pytest.raises(ValueError, match=f"Expected `target` to be in the batch, but got {key!r} for a batch of {has}"):
+    found = f"but got {key!r} for a batch with {has}"
+    with pytest.raises(ValueError, match=f"Expected `target` to be an index or key in the batch, {found}"):
         find_target(batch, key)
-    with pytest.raises(ValueError, match="Expected `inputs` to be in the batch"):
+    with pytest.raises(ValueError, match="Expected `inputs` to be an index or key in the batch"):
         find_inputs(batch, key)
 
 

@@ -30,7 +30,10 @@ _BY_EXAMPLE = ("sum",)  # reductions whose result grows with the number of examp
 
 
 def check_numbers(report: EvaluationReport, announced: int | None) -> None:
-    """Raises `BadUpdate` for impossible counts in a report. ``announced``: examples in the client's first report."""
+    """Raises `BadUpdate` if a report contains a negative count, or too many batches for the number of examples.
+
+    The number of examples may at most double or halve since the client's first report (``announced``).
+    """
     fault = find_bad_count(report.num_samples)
     if fault is not None:
         raise BadUpdate(fault)
@@ -59,16 +62,16 @@ def find_outliers(
     trained: Mapping[Client, int] = MappingProxyType({}),
     computed: Mapping[Client, Mapping[str, float]] = MappingProxyType({}),
 ) -> dict[Client, str]:
-    """Finds clients whose reported values are far from other clients' values. Returns the reason by client.
+    """Finds clients with implausible numbers, by comparison with other clients. Returns the reason by client.
 
-    ``trained`` counts the clients' training examples, and ``computed`` contains values from metric states. Medians need
-    at least three clients. Each of these conditions is a reason:
+    ``trained`` counts the training examples, and ``computed`` contains values from metric states. Below, m is the
+    median over at least three clients, and d the median distance to m. Each of these conditions is a reason:
 
-    - The distance from a value to the median m exceeds 100 max(d, abs(m), 1); d is the median distance.
-    - The loss is negative only for this client, and less than m - max(10 d, abs(m), 1).
-    - A count in a metric state, per example, exceeds 10 max(median, 1).
-    - The number of examples exceeds 1,000 times the median, or exceeds both 10 times the median and 10 times the
-      client's number in training (also with fewer than three clients).
+    - Value: the distance to m exceeds 100 max(d, abs(m), 1).
+    - Loss: negative for this client only, and less than m - max(10 d, abs(m), 1).
+    - Counts in a metric state, per example: more than 10 max(m, 1).
+    - Number of examples: more than 1,000 m; or more than 10 m and 10 times the client's number in training (also for
+      fewer than three clients).
     """
     outliers: dict[Client, str] = {}
     _compare_examples(outliers, {client: report.num_samples for client, report in reports.items()}, trained)

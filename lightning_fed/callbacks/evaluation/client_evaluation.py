@@ -59,9 +59,9 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     Each client runs the module's ``validation_step`` (in ``trainer.test`` the ``test_step``) with all hooks, and sends
     sums, weights and metric states. Values over all clients therefore equal the values from one process on the pooled
     data, up to rounding. ``FederatedTrainer`` adds this callback by default; on a plain Trainer add the callback to
-    ``callbacks``. The module's epoch hooks run once per client. An epoch-end hook that logs values runs again with the
-    merged states. If the module keeps numbers from epoch to epoch, the epoch-end hook also runs with other numbers. A
-    logged value that then changes depends on earlier epochs, and is excluded.
+    ``callbacks``. The module's epoch hooks run once per client. If an epoch-end hook logs values, the server runs the
+    hook again with the merged metric states. Values that depend on earlier epochs (such as a best score so far) are not
+    reported. To find such values, the client changes the numbers stored in the module, and runs the hook again.
 
     ============================== ==================================================================================
     ``<name>``                     over all clients, global model: logged by this callback if the server has no data,
@@ -70,7 +70,7 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     ``fed/<name>/mean``            mean over clients; ``std``, ``min`` and ``worst10``, the mean over the worst tenth
     ``fed/<name>/mean_se``         standard error of ``mean`` from sampling examples, if every client's value is a mean
                                    over examples: logged with batch size 1, or a ``torchmetrics`` accuracy
-    ``client/<id>/<name>``         for each client, up to 20 clients
+    ``client/<id>/<name>``         for each client; not logged if more than 20 clients report the value
     ``evaluation/clients``         number of evaluated clients; ``failed``, ``num_samples``, ``up_bytes``,
                                    ``down_bytes``
     ============================== ==================================================================================

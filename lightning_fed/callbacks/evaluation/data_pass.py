@@ -78,9 +78,9 @@ def evaluate_data(
 ) -> EvaluationReport:
     """Runs the module's step and hooks over data like Lightning's evaluation, without callbacks and loggers.
 
-    Afterwards metrics, training modes and logs are restored. Parameters and buffers are also restored, except with
-    ``keeps``. ``pool`` is the group of processes, if several processes share the data. ``limit`` is the number or
-    fraction of batches per dataloader, by default the Trainer's.
+    Afterwards metrics, training modes and logs are restored. Parameters and buffers are restored only with ``keeps``.
+    ``pool`` is the group of processes, if several processes share the data. ``limit`` is the number or fraction of
+    batches per dataloader, by default the Trainer's.
     """
     limit = limit_of(trainer, stage) if limit is None else limit
     # Processes with shared data synchronise metrics, because a process may have no batches.
@@ -107,7 +107,7 @@ def evaluate_data(
         getattr(module, f"on_{stage}_{hook}")(*args)
 
     def record_states(place: int | None) -> None:
-        """Copies the states of metrics into the report, after dataloader ``place``, or (``None``) after all data."""
+        """Copies metric states into the client's report. ``place``: finished dataloader's index; ``None``: all data."""
         names = {id(metric): name for name, metric in metrics.items()}
         by_log = {name: names[id(metric)] for name, metric in logged.metrics.items() if id(metric) in names}
         report.metrics |= {name: state_key(metric, place) for name, metric in by_log.items()}
@@ -212,7 +212,7 @@ def _values_with_history(
     keeps: bool,
     metrics: Sequence[Metric],
 ) -> set[str]:
-    """Finds values that depend on earlier epochs: with other stored numbers, the epoch-end hook logs other values."""
+    """Finds logged values that depend on earlier epochs: reruns the epoch-end hook with other stored numbers."""
     names = _written_numbers(module)
     if not metrics and not names:
         return set()
@@ -278,7 +278,7 @@ def pooled_values(
     is_muted: bool = True,
     faults: dict[str, str] | None = None,
 ) -> dict[str, float]:
-    """Combines clients' evaluation results: computes the logged values for the union of the clients' data."""
+    """Computes the logged values for all clients' data together, from the sums and metric states in ``reports``."""
     joined: dict[str, LoggedValue] = {}
     for name in {name: None for report in reports for name in report.logged}:
         logged = limited_values([report for report in reports if name in report.logged], name)
@@ -317,12 +317,12 @@ def _run_end(
     faults: dict[str, str] | None = None,
     attributes: dict[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Computes metrics from states merged over clients or processes, and runs the module's epoch-end hook.
+    """Computes the logged metrics from states merged over ``reports``, and runs the module's epoch-end hook if needed.
 
-    Returns values by name. With disabled loggers (``is_muted``), the hook runs only if a value in ``wanted`` does not
-    follow from the states. ``change`` replaces ``metric.compute``. ``attributes`` are set on the module before the
-    hook, and read again afterwards. If the hook raises an error, the values logged before the error are used, and
-    ``faults`` receives a description.
+    Returns values by logged name. The hook runs if a value in ``wanted`` cannot be computed from the states, or if
+    loggers are enabled (not ``is_muted``). ``change`` replaces ``metric.compute``. ``attributes`` are set on the module
+    before, and updated to the values after the hook. With ``keeps``, parameters and buffers are restored. If the hook
+    raises an error, ``faults`` receives a description, and the values logged before the error are used.
     """
     if is_muted and not wanted:
         return {}
@@ -390,7 +390,7 @@ def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
 
 
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
-    """Each client's value logged as ``name``. Limits the weight per example to 100 times the median over clients."""
+    """Each report's value logged as ``name``. Limits a mean's weight per example to 100 times the clients' median."""
     logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
     heaviest = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
     return [value.limited(heaviest * count) for value, count in logged]

@@ -81,7 +81,7 @@ class MetricState:
 
 @dataclass(frozen=True)
 class StateRules:
-    """Rules for sending metric states, as path patterns: list states only for ``lists``, nothing for ``withheld``."""
+    """Patterns for metric paths: a client sends list states only for metrics in ``lists``, and none in ``withheld``."""
 
     lists: Sequence[str] = ()
     withheld: Sequence[str] = ()
@@ -104,10 +104,10 @@ def holds_lists(metric: Metric) -> bool:
 
 
 def is_mergeable(metric: Metric) -> bool:
-    """True if states from two parts of the data can be merged into the state for both parts.
+    """True if a metric's states from two parts of the data can be merged into the state for both parts.
 
-    By the contract of ``dist_reduce_fx``, sums, minima, maxima and concatenations can be merged. Some torchmetrics
-    classes merge other states in ``compute`` (``PearsonCorrCoef``). ``Running`` depends on the order of batches.
+    Each state's ``dist_reduce_fx`` must be a sum, minimum, maximum or concatenation. Classes in torchmetrics may have
+    other tensor states (``PearsonCorrCoef`` merges in ``compute``). False for ``Running``: batch order matters.
     """
     is_known = type(metric).__module__.partition(".")[0] == "torchmetrics"
     for name, reduction in _reductions(metric).items():
@@ -196,10 +196,10 @@ class RunningValue(Tensor):
 
 @contextmanager
 def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
-    """Context in which ``metric.compute()`` returns a :class:`RunningValue`, marked as a value for only some batches.
+    """Context that detects calls to ``metric.compute()`` before all batches of an epoch are processed.
 
-    In an epoch, ``compute`` covers only the batches so far; the mark shows if such a value is logged. ``metric(...)``
-    returns the value for one batch, unmarked. Metrics with a marked value are appended to ``traced``.
+    Inside, ``compute`` returns a :class:`RunningValue`, recognisable if the module logs the value, and appends the
+    metric to ``traced``. Values for one batch, from ``metric(...)``, are not marked.
     """
     metrics, depth = list(metrics), [0]
 
@@ -228,7 +228,7 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
-    """Context that appends a metric without data to ``updated`` at the first update, unless ``reset`` came first."""
+    """Context that appends each metric first updated inside the context to ``updated``, except after a reset inside."""
     fresh: list[Metric] = []
     unused = [metric for metric in metrics if holds_states(metric) and not metric.update_called]
 
@@ -254,7 +254,7 @@ def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]
 
 
 def as_nan(value: Any) -> Any:
-    """Copies a nested value, with NaN instead of every tensor and number."""
+    """Copies a metric's value (possibly nested), with NaN instead of every number, as for an undefined metric."""
     return apply_to_collection(value, (Tensor, float, int), lambda number: torch.as_tensor(number).float() * math.nan)
 
 
@@ -348,10 +348,10 @@ class MetricStates(dict[str, MetricState]):
         return merged
 
     def compute(self, metrics: Mapping[str, Metric], keys: Iterable[str]) -> dict[str, float]:
-        """Computes a value for each key from this dictionary's states. Omits metrics with an error in ``compute``.
+        """Computes the metric value for each key (metric and dataloader, :func:`state_key`), from the stored state.
 
-        A key (:func:`state_key`) names a metric and a dataloader. As a side effect, the metrics then contain the states
-        for all dataloaders together.
+        Loads the states into ``metrics``. Omits a value if ``metric.compute`` raises an error. Afterwards each metric
+        contains the state for all dataloaders together.
         """
         for name, metric in metrics.items():  # a metric can depend on other metrics, so all states are loaded first
             _write_state(metric, self.get(name))
@@ -432,12 +432,15 @@ def check_state(metric: Metric, state: MetricState) -> None:
         if default is None:
             raise BadUpdate(f"the client sent the state {name!r}, but the server's metric has no such state")
         if isinstance(default, Tensor) and reductions[name] is not dim_zero_cat and value.shape != default.shape:
-            shapes = f"shape {tuple(value.shape)}, but {tuple(default.shape)} in the server's metric"
-            raise BadUpdate(f"the client's metric state {name!r} has the {shapes}")
+            shapes = f"shape {tuple(value.shape)} instead of {tuple(default.shape)}, the shape in the server's metric"
+            raise BadUpdate(f"the client sent the metric state {name!r} with {shapes}")
 
 
 def share_of_cases(metric: Metric | None, state: MetricState | None, cases: int) -> float | None:
-    """Fraction of correct examples in an accuracy's state; ``None`` for other metrics or several counts per example."""
+    """Returns the fraction of correct examples from the counts in an accuracy's state.
+
+    The result is ``None`` for other metrics, and if the counts do not sum to the number of examples, ``cases``.
+    """
     is_binary = isinstance(metric, BinaryAccuracy)
     if state is None or not (is_binary or (isinstance(metric, MulticlassAccuracy) and metric.average == "micro")):
         return None

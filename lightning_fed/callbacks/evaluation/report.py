@@ -25,15 +25,15 @@ class EvaluationReport:
 
     Args:
         num_samples: Number of examples.
-        logged: Weighted sum and weight for each name that steps and batch hooks log per epoch.
+        logged: Total and weight by name, for values logged per epoch in steps and batch hooks.
         states: Metric states by :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
         metrics: Maps the name of each logged metric to the metric's key in ``states``.
-        values: Final values computed by the client: logged name to number.
-        partial: Names of values without a result over all clients, because sums and states do not determine the result.
+        values: Values for the client's data, computed by the client, by logged name.
+        partial: Names of values that the server cannot combine over clients, because sums and states do not suffice.
         shown: Names shown in the progress bar.
         higher_is_better: Maps names to true if higher values are better, for metrics that declare the direction.
         variances: Sampling variances by name, for means over examples.
-        stays: Reason for each metric whose state is not sent to the server, by metric path.
+        stays: Reason by metric path, for each metric whose state stays on the client.
         support: Examples per class: float64, shape (classes,); ``None`` if no metric counts examples.
     """
 
@@ -88,7 +88,7 @@ class EvaluationReport:
             if len(name) > _LONGEST_NAME or not name.isprintable():
                 raise BadUpdate(f"the client's evaluation has the name {name[:50]!r}, too long or not printable")
         if len(report.values) > _MOST_NAMES:
-            raise BadUpdate(f"the client has {len(report.values)} values, but the limit is {_MOST_NAMES}")
+            raise BadUpdate(f"the client's evaluation has {len(report.values)} values, but the limit is {_MOST_NAMES}")
         return report
 
     def keep_names(self, names: set[str]) -> None:
@@ -107,7 +107,7 @@ class EvaluationReport:
         kind, detail, *names_in_entry = entry.split("|", 2)
         if kind == "logged":
             if detail not in _REDUCTIONS or len(value) != 2:
-                raise BadUpdate(f"a logged sum has the unknown reduction {detail!r:.50}, or not exactly two numbers")
+                raise BadUpdate(f"a logged value has the unknown reduction {detail!r:.50}, or not two numbers")
             total, weight = value.double().cpu().unbind()
             if not float(weight) > 0 or not math.isfinite(float(weight)):
                 raise BadUpdate(f"a logged value has the weight {float(weight)}, but weights are positive and finite")

@@ -47,10 +47,10 @@ class ClientResults:
         return results
 
     def summary(self) -> dict[str, float]:
-        """Summarises over clients: ``<metric>/mean``, ``/worst10`` (mean over the worst tenth), ``/std`` and ``/min``.
+        """Summarises metrics over clients: ``<metric>/mean``, ``/worst10`` (mean over worst 10 %), ``/std``, ``/min``.
 
-        NaN values are skipped. ``/mean_se`` is the standard error of ``/mean`` from sampling the clients' examples.
-        This number is missing unless every client's value is a mean over examples.
+        NaN values are skipped. ``/mean_se`` is the standard error of ``/mean`` due to the clients' finite numbers of
+        examples, computed only if every client's value is a mean over examples.
         """
         summary = {}
         for name, values in self.values.items():
