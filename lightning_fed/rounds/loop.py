@@ -75,7 +75,7 @@ _WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())  # 
 
 
 class VisitPlan(NamedTuple):
-    """How to train a round's clients: class for the training, class for the dataloader, number of clients at once."""
+    """Classes for the training and the dataloader of a round, and the number of clients trained at once."""
 
     driver: Callable[..., VisitDriver] = VisitDriver
     loader: Callable[..., RoundLoader] = RoundLoader

@@ -33,7 +33,7 @@ class GroupLoader(RoundLoader):
         draws: Whether training also draws random numbers from Python's and NumPy's generators, not only from PyTorch's.
 
     Attributes:
-        numbers: The random generators of the clients that train now; ``None`` if only one client trains.
+        numbers: Random generators of the clients in training; ``None`` if only one client trains.
     """
 
     def __init__(self, *arguments: Any, size: int, is_equal: bool, draws: bool) -> None:
