@@ -1,4 +1,4 @@
-"""All federated methods, named as in the papers. Importing a method in this file registers the method."""
+"""All federated methods, named as in the papers. The imports in this file register the methods."""
 
 from lightning_fed.algorithms.asynchronous.arrivals import Durations as Durations
 from lightning_fed.algorithms.asynchronous.rules import AsynchronousRule as AsynchronousRule

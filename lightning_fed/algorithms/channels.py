@@ -1,4 +1,4 @@
-"""Channels: tensors or numbers that a federated method exchanges in addition to the model, such as control variates."""
+"""Rules that exchange additional tensors with the clients, such as control variates."""
 
 from __future__ import annotations
 
@@ -33,20 +33,18 @@ _OCTAVES = 7
 
 @dataclass(frozen=True)
 class Channel:
-    """Describes tensors that a federated method exchanges in addition to the model, such as control variates.
+    """A kind of additional tensors in messages, such as SCAFFOLD's control variates.
 
     Args:
-        form: One tensor per model entry, in float32 or float64 (``"entry"``), one number per model entry
-            (``"numbers"``), or a single number (``"number"``). Numbers are float64 scalars, at least 0.
-        up: Whether clients send the tensors. The server computes the mean of tensors, and stores each client's numbers.
+        form: ``"entry"`` for one tensor per model entry, in float32 or float64. ``"numbers"`` for one number per model
+            entry, and ``"number"`` for a single number. Numbers are float64 scalars, at least 0.
+        up: Whether clients send the values. The server averages tensors, and stores each client's numbers.
         down: Whether the server sends the tensors with the broadcast.
         memory: Whether clients keep the tensors between rounds.
         server: Whether the server keeps the tensors between rounds.
-        bounds: Limits for the numbers reported by clients; ``"none"`` for no limit. ``"above"`` excludes a client with
-            a number more than about 128 times the round's median. ``"work"`` computes two quotients: the number divided
-            by the planned epochs, and by epochs times examples. With ``local_steps``, both are the number divided by
-            the planned steps. A client is excluded if both quotients exceed the round's medians by a factor above
-            ``2 ** octaves`` (:attr:`ChannelRule.octaves`), or both are below the medians by such a factor.
+        bounds: Check for false numbers from clients, or ``"none"``. ``"above"`` excludes clients with numbers more than
+            about 128 times the round's median. ``"work"`` is for numbers that grow with the client's work, see
+            :attr:`ChannelRule.octaves`.
     """
 
     form: Literal["entry", "numbers", "number"] = "entry"
@@ -57,9 +55,9 @@ class Channel:
     bounds: Literal["none", "above", "work"] = "none"
 
     def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
-        """Reads the tensors or numbers of this channel from a client's message, by entry name.
+        """Returns this channel's values in a client's update, by model entry.
 
-        ``title`` is the channel's name. Raises ``BadUpdate`` for invalid values.
+        ``title`` is the channel's name, and ``state`` has the expected shapes. Raises ``BadUpdate`` for invalid values.
         """
         alone = {"": update.extras[title]} if title in update.extras else {}
         sent = alone if self.form == "number" else without_prefix(update.extras, f"{title}:")
@@ -82,7 +80,10 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """Numbers reported by a client, by channel and entry; ``octaves``: base-2 exponents, to compare clients."""
+    """Numbers reported by a client, by channel and model entry.
+
+    ``octaves`` contains each number's magnitude, as a power of two, for comparisons between clients.
+    """
 
     num_samples: int
     numbers: dict[str, dict[str, float]]
@@ -91,12 +92,12 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Running sums over the updates of a group of clients in a round.
+    """Running sums over the updates of clients with similar reported numbers.
 
-    The server adds up updates on receipt, but can detect an implausible number in an update, such as a false step
-    length, only after all updates. Clients with similar numbers (equal base-2 exponents) therefore have separate sums,
-    and the server later omits groups with implausible numbers. ``running`` has the mean model. ``means`` maps each
-    channel (additional tensors) to the mean over clients, and ``sums`` maps entry names to a rule's own sums.
+    The server can find an implausible number only after all updates. Clients with numbers of different magnitude (power
+    of two) therefore have separate sums. Groups with implausible numbers are omitted at the end.
+
+    ``running`` is the mean model, ``means`` has each channel's mean, and ``sums`` a rule's own sums by entry.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)
@@ -115,13 +116,17 @@ class Part:
 
 @dataclass
 class ChannelVisit:
-    """One client's local training in a round, with the tensors exchanged in addition to the model (channels).
+    """One client's local training in a round, with the additional tensors (channels).
 
-    ``parameters`` are the parameters shared with the server, and ``start`` is the received model. ``down``, ``memory``
-    and ``up`` contain tensors as ``down[channel][entry]``: received from the server, kept on the client between rounds,
-    and to be sent. :meth:`ChannelRule.follow_step` computes a result in every optimizer step, such as a running sum.
-    After the training, ``records`` maps entry names to the results from the last step. ``steps`` is the number of
-    optimizer steps. If several clients train together on stacked tensors, ``row`` is this client's index in the stack.
+    Attributes:
+        parameters: Parameters shared with the server.
+        start: The received model.
+        down: Tensors from the server, ``down[channel][entry]``.
+        memory: Tensors kept on the client between rounds.
+        up: Tensors for the server.
+        records: Last result of :meth:`ChannelRule.follow_step` by entry, after the training.
+        row: The client's index, if several clients train together on stacked tensors.
+        steps: Number of optimizer steps.
     """
 
     trainer: L.Trainer
@@ -138,13 +143,17 @@ class ChannelVisit:
 
 
 class ChannelRule(AveragingAggregator):
-    """Base class of averaging rules that exchange additional tensors, described by name in :attr:`channels`.
+    """Base class of averaging rules with additional tensors in messages.
+
+    :attr:`channels` describes these tensors by name. A client calls :meth:`follow_step` in every optimizer step, and
+    :meth:`end_visit` after the training. The server calls :meth:`finish` after the round's last update.
 
     Attributes:
-        octaves: For channels with ``bounds="work"``: a client's reported number, divided by the client's work, may
-            differ from the round's median by a factor of ``2 ** octaves`` (see :class:`Channel`).
-        work: The two divisors for each client: the planned epochs, and epochs times examples. With ``local_steps``
-            both divisors are the planned steps. Clients not in ``work`` count as clients with one epoch.
+        octaves: Limit for channels with ``bounds="work"``. The server divides a client's number by the client's work,
+            and compares the quotient with the round's median. A client is excluded if the factor between both exceeds
+            ``2 ** octaves``, for both measures of work.
+        work: Two measures of each client's work: planned epochs, and epochs times examples. With ``local_steps`` both
+            are the planned steps.
 
     Example:
         >>> class LastGradient(ChannelRule):
@@ -174,34 +183,34 @@ class ChannelRule(AveragingAggregator):
     # Client side
 
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Raises an error before the fit if the method does not support the Trainer's settings or the module."""
+        """Raises an error before the fit if the method does not support the settings or the module."""
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        """Returns a term to add to the gradient of each parameter, constant in this round; by default no terms."""
+        """Returns terms to add to the gradients in this round, by parameter name."""
         return {}
 
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Called in every optimizer step for each parameter, for example to sum the gradients of a round.
+        """Called in every optimizer step for each parameter, for example to sum gradients.
 
-        The returned object is passed to the next step as ``record`` (``None`` in the first step), and finally stored in
-        ``visit.records``. The gradient does not yet contain the term from :meth:`correct`, but includes the loss scale
-        ``scale``. ``group`` is the parameter's group in the optimizer, ``state`` the optimizer state.
+        The result is passed to the next step as ``record``, and finally stored in ``visit.records``. In the first step
+        ``record`` is ``None``. The gradient includes the loss scale ``scale``, and excludes the term from
+        :meth:`correct`. ``group`` and ``state`` are the parameter's optimizer group and optimizer state.
         """
         return record
 
     def correct(self, parameter: nn.Parameter, correction: Tensor) -> Tensor:
-        """Returns the term to add to a parameter's gradient, by default ``correction`` (from :meth:`begin_visit`)."""
+        """Returns the term to add to a parameter's gradient, by default ``correction``."""
         return correction
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Client side, after training: writes tensors for the server to ``visit.up``, own state to ``visit.memory``."""
+        """Called on the client after training, to fill ``visit.up`` and ``visit.memory``."""
 
     # The server
 
     def begin_round(self, trainer: L.Trainer) -> None:
-        """Called on the server at the start of a round, for example to read the learning rate from the Trainer."""
+        """Called on the server at the start of a round, for example to read the learning rate."""
 
     def weight(self, update: ClientUpdate) -> float:
         return float(update.num_samples)
@@ -229,9 +238,10 @@ class ChannelRule(AveragingAggregator):
         self.parts[key] = part
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds a client's update to the running sums ``part``. ``up[channel][entry]`` are the update's other tensors.
+        """Adds a client's update to the running sums ``part``.
 
-        An override must raise an error for an invalid update before any change to ``part``.
+        ``up[channel][entry]`` contains the update's additional tensors. An override must refuse an invalid update
+        before any change to ``part``.
         """
         self.add_to(part.running, update, self.weight(update))
         for title, values in up.items():
@@ -249,9 +259,9 @@ class ChannelRule(AveragingAggregator):
             self.parts.setdefault(key, Part()).merge(part)
 
     def join(self) -> Part:
-        """Adds up the running sums of all groups of clients. A group has reported similar numbers (see :class:`Part`).
+        """Returns the sum over all groups of clients, see :class:`Part`.
 
-        If a group's numbers are far from the round's median, discards the group's sums, and raises ``BadUpdates``.
+        If a client's numbers are implausible, discards the client's group and raises ``BadUpdates``.
         """
         self._exclude()
         if len(self.parts) == 1:
@@ -268,7 +278,10 @@ class ChannelRule(AveragingAggregator):
         return self.finish(super().aggregate(), part)
 
     def finish(self, state: State, part: Part) -> State:
-        """Returns the new global model, by default the clients' mean ``state``. Overrides may change ``state``."""
+        """Returns the new global model, by default the clients' mean ``state``.
+
+        Overrides may change ``state`` in place. ``part`` contains the round's sums.
+        """
         return state
 
     def share(self, part: Part) -> float:
@@ -317,7 +330,7 @@ def _octave(value: float) -> int:
 
 
 class ChannelCallback(FederatedCallback):
-    """Callback that runs a :class:`ChannelRule` on clients, and adds the rule's additional tensors to messages."""
+    """Calls the hooks of a :class:`ChannelRule`, and adds the rule's tensors to messages."""
 
     supports_vectorize = True
 

@@ -1,4 +1,4 @@
-"""Additional passes over a client's data, separate from training, that run ``training_step`` on all batches."""
+"""Passes over a client's data outside training, with ``training_step`` for each batch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _Result = TypeVar("_Result")
 def pass_over_data(
     population: Population, planned: PlannedVisit, function: Callable[[Iterator[Any]], _Result]
 ) -> _Result | None:
-    """Calls ``function`` once with an iterator over a client's training batches, in an order drawn from a seed.
+    """Calls ``function`` once with an iterator over a client's training batches.
 
     The pass does not change the random numbers used in training. ``function`` must return ``None`` if no batch had a
-    loss. In this case, and for unreadable data, ``planned.fault`` stores the reason, and the result is ``None``.
+    loss. Then, or if the data cannot be read, the result is ``None`` and ``planned.fault`` has the reason.
     """
     faults: list[Exception] = []
     with seeded_generators(), closing(until_fault(population.one_pass(planned.visit, isolated=True), faults)) as data:
@@ -46,13 +46,13 @@ def pass_over_data(
 
 
 def loss_of(trainer: L.Trainer, module: L.LightningModule, batch: Any, number: int) -> Tensor | None:
-    """Returns the loss of ``training_step`` for the batch with index ``number``; ``None`` if the step has no loss."""
+    """Returns the loss of ``training_step`` for a batch, or ``None`` without a loss."""
     loss: Tensor | None = loss_in(run_step(trainer, module, "training_step", batch, number))
     return loss
 
 
 def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
-    """Refuses a module with manual optimization. The error contains the federated method's name, ``method``."""
+    """Refuses a module with manual optimization. ``method`` is the federated method's name."""
     if not module.automatic_optimization:
         raise MisconfigurationException(
             f"{method} calls `training_step` in an additional pass over the data to read the loss, but manual "
@@ -61,9 +61,7 @@ def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
 
 
 def refuse_rows(broadcast: Broadcast, method: str) -> None:
-    """Refuses broadcasts with only some rows of a table, because the method stores whole models on the clients.
-
-    Raises: MisconfigurationException: If the broadcast contains only some rows of a table.
+    """Raises ``MisconfigurationException`` for a broadcast with only some rows of a table.
 
     Example:
         >>> import torch

@@ -27,39 +27,26 @@ from lightning_fed.rule import Aggregator
 
 
 class PersonalModel(GradientTerm):
-    r"""Trains the global model in the first local epochs of a round, and the client's personal model in the others.
+    r"""Trains the global model in the first local epochs, and then the client's personal model.
 
-    The personal model :math:`v_i` starts from the client's first broadcast and stays in the client's memory. Training
-    uses the client's data, fresh optimizers, and gradients
+    The personal model :math:`v_i` starts from the client's first broadcast and stays on the client. Training uses fresh
+    optimizers and the gradients
 
     .. math:: g(v_i) + \lambda (v_i - x)
 
-    with the global model :math:`x` of the round. After the personal epochs, the module, the optimizers and the per-step
-    schedulers are reset to the end of the global epochs. The client's update therefore equals the update without this
-    callback, bit for bit. Evaluation uses :math:`v_i` (``fed/val_acc/mean``, :meth:`Federation.client_state`), or
-    before the client's first round the global model. Reference: Li et al., ICML 2021, Algorithm 1.
+    with the round's global model :math:`x`. After the personal epochs, module, optimizers and per-step schedulers
+    return to the end of the global epochs. The client's update therefore equals the update without this callback, bit
+    for bit. Evaluation uses :math:`v_i`, or before the client's first round the global model. Reference: Li et al.,
+    ICML 2021, Algorithm 1.
 
-    If the federation has personal entries (``personal``), both models have separate values for these entries, and the
-    regulariser skips these entries. Gradient terms from other methods (SCAFFOLD, FedProx) only apply in the global
-    epochs. If a straggler stops before the personal epochs, :math:`v_i` does not change. NaN or infinite values in
-    :math:`v_i` exclude the client from the round; the client keeps :math:`v_i` from the last valid round.
-    ``train_loss`` includes the losses of both models.
+    Personal entries of the federation (``personal``) have separate values in both models, without regulariser. Gradient
+    terms from other methods, such as SCAFFOLD, apply only in the global epochs. A client with NaN or infinite values in
+    :math:`v_i` is excluded from the round. ``train_loss`` includes the losses of both models.
 
     Args:
         lam: Strength :math:`\lambda`, at least 0.
         global_epochs: Epochs for the global model, at least 1; the remaining ``local_epochs`` train the personal model.
             A fit without remaining epochs, or with ``local_steps``, is refused.
-
-    Raises:
-        ValueError: If ``lam`` is negative or not finite, or ``global_epochs`` is below 1.
-        MisconfigurationException: In ``fit``, if no epochs remain for the personal model, if ``local_steps`` is set, or
-            if clients receive only some rows of an entry.
-
-    Example:
-        >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(
-        ...     max_rounds=10, local_epochs=4, callbacks=[PersonalModel(0.1, global_epochs=2)], logger=False
-        ... )
     """
 
     has_own_models = True
@@ -77,9 +64,9 @@ class PersonalModel(GradientTerm):
         schedule = find_federation(trainer).schedule
         if schedule.local_steps is not None or schedule.local_epochs <= self.global_epochs:
             raise MisconfigurationException(
-                f"Expected `local_epochs` to be larger than global_epochs={self.global_epochs} of `PersonalModel`, and"
-                f" no `local_steps`, but got local_epochs={schedule.local_epochs} and"
-                f" local_steps={schedule.local_steps}."
+                f"Expected epochs for the personal model after global_epochs={self.global_epochs} for the global model,"
+                f" but got local_epochs={schedule.local_epochs} and local_steps={schedule.local_steps}: set a larger"
+                " `local_epochs`, and no `local_steps`."
             )
 
     def on_client_start(
@@ -136,7 +123,7 @@ class PersonalModel(GradientTerm):
 
 @register
 class Ditto(Method):
-    r"""Trains a global model with FedAvg, and a personal model per client, regularised towards the global model.
+    r"""Trains a global model, and personal models regularised towards the global model.
 
     .. math:: \min_{v_i} F_i(v_i) + \frac{\lambda}{2} \lVert v_i - x \rVert^2
 

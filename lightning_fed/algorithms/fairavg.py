@@ -12,7 +12,7 @@ from lightning_fed.steps.weights import UniformWeights
 
 @register
 class FairAvg(Method):
-    r"""Unweighted average over the clients' models, independent of dataset sizes (Michieli & Ozay, CVPR-W 2021).
+    r"""Averages the clients' models with equal weights (Michieli & Ozay, CVPR-W 2021).
 
     .. math:: w_{t+1} = \frac{1}{|S|} \sum_{k \in S} w_k
 

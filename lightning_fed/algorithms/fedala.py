@@ -35,23 +35,23 @@ _MOST_EPOCHS = 100
 
 
 class AdaptiveAggregation(FederatedCallback):
-    r"""Starts each local training from a learned mixture of the client's last model and the global model (FedALA).
+    r"""Starts local training from a learned mixture of the client's last model and the global model.
 
     .. math:: \hat\theta_i = \theta_i + W_i \odot (\theta - \theta_i)
 
-    Only the last layers are mixed. The mixture combines the client's last model :math:`\theta_i` and the global model
-    :math:`\theta` with elementwise weights :math:`W_i` in [0, 1], initially 1. All other layers are copied from the
-    global model. Before each local training, the weights are trained in one pass over a share of the client's data. The
-    client's second round repeats the pass until the weights converge (standard deviation below 0.1 over 10 losses, as
-    in the authors' program), at most 100 times. The first round starts from the global model. Reference: Zhang et al.,
-    AAAI 2023, equations 4 to 6.
+    Only the last layers are mixed; all other layers are copied from the global model. The mixture combines the client's
+    last model :math:`\theta_i` and the global model :math:`\theta`. The elementwise weights :math:`W_i` are in [0, 1],
+    initially 1.
+
+    Before each local training, one pass over a share of the client's data trains the weights. In the client's second
+    round, the pass is repeated until the weights converge, at most 100 times. The first round starts from the global
+    model. Reference: Zhang et al., AAAI 2023, equations 4 to 6.
 
     .. math:: W_i \leftarrow \mathrm{clip} \left( W_i - \eta \, \nabla_{\hat\theta_i} F_i \odot (\theta - \theta_i),
         0, 1 \right)
 
-    The weights' gradients are computed by ``training_step`` in evaluation mode, with separate random numbers.
-    Evaluation uses the client's last model (``fed/val_acc/mean``), initially the global model. If a client's data
-    cannot be loaded, the client is excluded from the round.
+    ``training_step`` computes the weights' gradients in evaluation mode. Evaluation uses the client's last model,
+    initially the global model. A client with unreadable data is excluded from the round.
 
     Args:
         num_layers: Number of mixed layers, counted from the end. A layer is a module with shared trainable parameters.
@@ -157,7 +157,7 @@ class _Mixture(NamedTuple):
 
 
 def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Returns the trainable parameters of a model's last ``num_layers`` layers, among the entries in ``state``.
+    """Returns the trainable parameters of a model's last layers, among the entries in ``state``.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -180,7 +180,7 @@ def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tens
 
 @register
 class FedALA(Method):
-    """Adaptive local aggregation: clients mix the last layers of the global model and their last model.
+    """Mixes the last layers of the global model and of the client's last model.
 
     The weights are learned elementwise before each local training
     (:class:`~lightning_fed.callbacks.AdaptiveAggregation`). Messages and averaging are as in ``aggregator``. Evaluation

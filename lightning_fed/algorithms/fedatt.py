@@ -22,15 +22,15 @@ from lightning_fed.rule import AveragingAggregator, RoundInfo
 
 @register
 class FedAtt(AveragingAggregator):
-    r"""Moves the global model towards the client models; each layer's weights are a softmax over distances.
+    r"""Averages the client models, with larger weights for layers with larger changes.
 
     .. math:: s_k^l = \lVert w_t^l - w_k^l \rVert, \qquad \alpha^l = \mathrm{softmax}_k(s_k^l), \qquad
         w_{t+1}^l = w_t^l - \epsilon \sum_k \alpha_k^l (w_t^l - w_k^l) + \beta z^l, \quad z^l \sim \mathcal{N}(0, I)
 
-    A layer :math:`l` is one state dict entry (a weight or a bias). Dataset sizes have no effect. The distance is the
-    Euclidean norm of the flattened difference; the authors' program uses the spectral norm for matrices. Integer
-    entries and BatchNorm's running statistics are averaged as in :class:`FedAvg`, because extrapolation beyond the
-    clients' values could produce negative variances. Reference: Ji et al., IJCNN 2019.
+    A layer :math:`l` is one state dict entry (a weight or a bias), with the value :math:`w_t^l` in the global model and
+    :math:`w_k^l` on client :math:`k`. Dataset sizes have no effect. The distance is the Euclidean norm; the authors'
+    program uses the spectral norm for matrices. Integer entries and BatchNorm's running statistics are averaged as in
+    :class:`FedAvg`. Reference: Ji et al., IJCNN 2019.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -107,20 +107,19 @@ def _is_layer(name: str, value: Tensor) -> bool:
 
 
 class SoftmaxMean:
-    """Running weighted mean over states, entry by entry. Weights are the softmax of one score per state and entry.
+    """Running mean of model states, weighted by a softmax over scores.
 
-    The float64 sums are scaled by the largest score so far, and rescaled if a larger score is added. Two means can be
-    merged.
+    Each state has one score per entry. Two means can be merged.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
-        self._peaks: dict[str, Tensor] = {}
+        self._peaks: dict[str, Tensor] = {}  # largest scores, to avoid overflow in exp(score)
 
     @torch.no_grad()
     def add(self, state: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> None:
-        """Adds a client's state to weighted sums, each entry with the weight exp(score); a score is a scalar."""
+        """Adds a client's state to the sums, with the weight exp(score) for each entry."""
         for name, value in state.items():
             values = to_float64(value.detach(), copy=True)
             peak = to_float64(scores[name]).to(values.device)

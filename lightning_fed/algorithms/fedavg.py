@@ -15,7 +15,7 @@ from lightning_fed.rule import AveragingAggregator
 
 @register
 class FedAvg(AveragingAggregator):
-    r"""Average over the clients' models, weighted by the numbers of examples (McMahan et al., AISTATS 2017).
+    r"""Averages the clients' models, weighted by numbers of examples (McMahan et al., AISTATS 2017).
 
     .. math:: w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k
 

@@ -16,7 +16,7 @@ from lightning_fed.rule import Aggregator
 
 @register
 class FedAvgM(Method):
-    r"""Server momentum: a velocity accumulates the mean client update and moves the global model.
+    r"""Federated averaging with momentum on the server.
 
     .. math:: v_{t+1} = \beta v_t + (w_t - \bar w), \qquad w_{t+1} = w_t - \alpha v_{t+1}, \qquad v_0 = 0
 

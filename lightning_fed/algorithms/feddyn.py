@@ -21,19 +21,20 @@ from lightning_fed.rule import trained_entries
 
 @register
 class FedDyn(ChannelRule):
-    r"""Average of the client models, minus a correction that accumulates the client updates of all rounds.
+    r"""Averages the client models, and subtracts a correction accumulated over all rounds.
 
     .. math:: h \leftarrow h - \frac{\alpha}{N} \sum_{i \in S} (y_i - x), \qquad
         x \leftarrow \frac{1}{|S|} \sum_{i \in S} y_i - \frac{h}{\alpha}
 
-    :math:`S` are the round's clients, and :math:`N` is the number of all clients; :math:`h` starts at 0. Clients add
-    :math:`\alpha (y - x) - g_i` to the gradients of shared parameters. Each client keeps :math:`g_i`, initially 0:
+    :math:`x` is the global model, :math:`y_i` a trained client model, :math:`S` the round's clients, and :math:`N` the
+    number of all clients; :math:`h` starts at 0. Clients add :math:`\alpha (y - x) - g_i` to the gradients of shared
+    parameters. Each client keeps :math:`g_i`, initially 0:
 
     .. math:: g_i \leftarrow g_i - \alpha (y_i - x)
 
-    The logged loss excludes this gradient term. Clients have equal weights. Averaged BatchNorm statistics would match
-    the mean of the client models instead of :math:`x`; the default ``batch_norm="auto"`` measures the statistics
-    with :math:`x`. Reference: Acar et al., ICLR 2021, Algorithm 1.
+    The logged loss excludes this gradient term. Clients have equal weights. By default (``batch_norm="auto"``),
+    BatchNorm statistics are measured with :math:`x`, because averaged statistics would not match :math:`x`. Reference:
+    Acar et al., ICLR 2021, Algorithm 1.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, 1 model on the server.
@@ -64,7 +65,11 @@ class FedDyn(ChannelRule):
         self.alpha = check_positive("alpha", alpha)
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        r"""Returns :math:`\alpha x + g_i` by entry; clients add :math:`\alpha y - (\alpha x + g_i)` to gradients."""
+        r"""Returns :math:`\alpha x + g_i` for each parameter, with the received model :math:`x`.
+
+        Clients add :math:`\alpha y` minus this value to the gradients of the current model :math:`y`. The client stores
+        :math:`g_i` between rounds.
+        """
         corrections, gradients = {}, visit.memory["feddyn"]
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad:
@@ -89,7 +94,7 @@ class FedDyn(ChannelRule):
         return 1.0
 
     def finish(self, state: State, part: Part) -> State:
-        r"""Returns the mean of the client models minus :math:`h / \alpha` with the updated state :math:`h` (FedDyn)."""
+        r"""Updates the correction :math:`h`, and returns the mean client model minus :math:`h / \alpha`."""
         h = dict(self.tensors["h"])
         for name in trained_entries(self._info, state):
             mean = at_least_float32(state[name])

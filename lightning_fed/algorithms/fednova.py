@@ -33,34 +33,25 @@ _BATCH_SIZES = 3
 
 @register(callbacks=lambda rule: [ChannelCallback(rule), *([ProximalTerm(rule.mu)] if rule.mu else [])])
 class FedNova(ChannelRule):
-    r"""Moves the model by the mean client update per local step, times the mean number of local steps.
+    r"""Averages client updates per local step, so clients with more steps have no larger influence.
 
     .. math:: x \leftarrow x - \tau \sum_i p_i \Delta_i, \qquad \Delta_i = \frac{x - y_i}{\lVert a_i \rVert_1}, \qquad
         \tau = \sum_i p_i \lVert a_i \rVert_1
 
-    Here :math:`p_i` is the client's share of all examples, and :math:`\lVert a_i \rVert_1` is the client's *length* for
-    a parameter. In local training, SGD turns gradients :math:`g_k` into :math:`x - y_i = \sum_k \alpha_k g_k`, and the
-    length is the sum of the factors, :math:`\sum_k \alpha_k`. The client computes the length by simulating the
-    optimizer's steps with gradient 1:
+    Here :math:`x` is the global model, :math:`y_i` a client's trained model, and :math:`p_i` the client's share of all
+    examples. The client's *length* :math:`\lVert a_i \rVert_1` of a parameter measures the local steps. For plain SGD,
+    the length is the sum of the learning rates over all steps. In general, the client finds the length by simulating
+    the optimizer with gradient 1. The simulation includes momentum :math:`\rho`, learning rates :math:`\eta_k` and the
+    strength :math:`\mu` of a proximal term. The length is :math:`d_K` after the last step :math:`K`:
 
-    .. math:: b_k = \rho b_{k-1} + (1 - \mu d_{k-1}), \qquad d_k = d_{k-1} + \eta_k b_k, \qquad
-        \lVert a_i \rVert_1 = d_K
+    .. math:: b_k = \rho b_{k-1} + (1 - \mu d_{k-1}), \qquad d_k = d_{k-1} + \eta_k b_k
 
-    with the parameter group's learning rates :math:`\eta_k` and momentum :math:`\rho` (also Nesterov momentum and
-    dampening), and the strength :math:`\mu` from the Trainer's :class:`~lightning_fed.callbacks.ProximalTerm`. At a
-    constant rate the length is :math:`\eta` times the paper's value: :math:`K` for plain SGD,
-    :math:`(K - \rho (1 - \rho^K) / (1 - \rho)) / (1 - \rho)` with momentum, and
-    :math:`(1 - (1 - \eta \mu)^K) / (\eta \mu)` with a proximal term. The factor :math:`\eta` cancels in the average.
-    Wang et al. 2020, eqs. 8 to 10.
-
-    A client could report a false length. The server therefore compares a parameter's length per planned epoch, and per
-    epoch and example (with ``local_steps``, only the length per step), with the medians over the clients. If all these
-    quotients are too large, or all too small, the client is excluded. The accepted factor between quotient and median
-    is about 8 with ``local_steps``. With epochs, the factor is about 64, because clients may have different batch
-    sizes, and larger with momentum or with schedulers per batch.
+    At a constant rate, this is :math:`\eta` times the paper's value; the factor :math:`\eta` cancels in the average.
+    Reference: Wang et al. 2020, equations 8 to 10.
 
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
-    paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
+    server excludes clients with implausible lengths. The paper's server momentum is
+    ``FedAvgM(momentum=0.9, aggregator="fednova")``.
 
     - Sends: 1 model down, 1 up (and one number per entry).
     - Keeps: nothing.
@@ -123,7 +114,10 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Simulates SGD step k with gradient 1. Returns the momentum buffer, and the length after each step."""
+        """Simulates the next SGD step with gradient 1.
+
+        Returns the simulated momentum and a list with the length after each step so far.
+        """
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length
@@ -137,7 +131,7 @@ class FedNova(ChannelRule):
         return momentum, lengths
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Sends the length :math:`d_K` (class docstring) for each shared parameter; 0 without optimizer steps."""
+        """Sends the step length (:class:`FedNova`) for each shared parameter; 0 without optimizer steps."""
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad or name in visit.records:
                 _, lengths = visit.records.get(name, (0.0, [0.0] * max(1, visit.steps)))
@@ -166,7 +160,7 @@ class FedNova(ChannelRule):
 
 
 class _NormalisedSum:
-    """Running weighted sum of client updates divided by step lengths (FedNova), for one model entry.
+    """Weighted sum of one entry's client updates, divided by step lengths.
 
     If all step lengths are equal, the result equals FedAvg bit for bit.
     """

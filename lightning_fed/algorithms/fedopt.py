@@ -105,9 +105,10 @@ def _second_moment(moment: Tensor, square: Tensor, kind: SecondMoment, beta2: fl
 
 @register
 class FedAdagrad(Method):
-    """Adagrad on the server: divides the mean update by the root of the summed squared updates of all rounds.
+    """Federated averaging with Adagrad on the server.
 
-    :class:`ServerOptimizer` with the paper's Adagrad (:class:`AdaptiveOptimizer`). Reference: Reddi et al., ICLR 2021.
+    The method uses :class:`ServerOptimizer` with the paper's Adagrad (:class:`AdaptiveOptimizer`). Reference: Reddi et
+    al., ICLR 2021.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
@@ -140,10 +141,11 @@ class FedAdagrad(Method):
 
 @register
 class FedAdam(Method):
-    """Adam on the server: a moving average of updates, divided by the root of their moving mean square.
+    """Federated averaging with Adam on the server.
 
-    :class:`ServerOptimizer` with the paper's Adam (:class:`AdaptiveOptimizer`), without bias correction, unlike
-    ``ServerOptimizer("Adam", lr=0.1, betas=(0.9, 0.99), eps=1e-3)``. Reference: Reddi et al., ICLR 2021.
+    The method uses :class:`ServerOptimizer` with the paper's Adam (:class:`AdaptiveOptimizer`). This Adam has no bias
+    correction, unlike ``ServerOptimizer("Adam", lr=0.1, betas=(0.9, 0.99), eps=1e-3)``. Reference: Reddi et al., ICLR
+    2021.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
@@ -179,9 +181,10 @@ class FedAdam(Method):
 
 @register
 class FedYogi(Method):
-    """FedAdam with Yogi's second moment, which changes by at most a fraction of the squared update per round.
+    """Federated averaging with Yogi on the server.
 
-    :class:`ServerOptimizer` with the paper's Yogi (:class:`AdaptiveOptimizer`). Reference: Reddi et al., ICLR 2021.
+    The method uses :class:`ServerOptimizer` with the paper's Yogi (:class:`AdaptiveOptimizer`). Unlike in Adam, the
+    second moment changes slowly. Reference: Reddi et al., ICLR 2021.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).

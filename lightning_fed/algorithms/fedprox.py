@@ -19,8 +19,9 @@ class FedProx(Method):
     .. math:: \min_w F_k(w) + \frac{\mu}{2} \lVert w - w_t \rVert^2, \qquad
         w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k
 
-    The method adds :class:`~lightning_fed.callbacks.ProximalTerm`, which also works with other rules. The paper's
-    treatment of stragglers is ``partial_work="keep"``, the default. Reference: Li et al., MLSys 2020, Algorithm 2.
+    Here :math:`F_k` is client k's loss, :math:`w_t` the global model and :math:`n_k` the number of examples. The method
+    adds :class:`~lightning_fed.callbacks.ProximalTerm`, which also works with other rules. The paper's treatment of
+    stragglers is ``partial_work="keep"``, the default. Reference: Li et al., MLSys 2020, Algorithm 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

@@ -24,12 +24,13 @@ from lightning_fed.rule import Aggregator
 
 
 class HeadThenBody(FederatedCallback):
-    """Trains the personal entries (the head) in the first local epochs, then the shared entries (the body).
+    """Trains the personal head in the first local epochs, and then the shared body.
 
-    While the head trains, the body is frozen, and vice versa. Frozen parameters have no gradient, so momentum and
-    weight decay do not change these parameters. BatchNorm's running statistics change in both phases. Parameters frozen
-    by the user stay frozen. A straggler that stops during the head's epochs sends the body unchanged. Reference:
-    Collins et al., ICML 2021, Algorithm 1.
+    The head consists of the federation's personal entries, the body of the shared entries. While the head trains, the
+    body is frozen, and vice versa. Frozen parameters have no gradient, so momentum and weight decay do not change these
+    parameters. BatchNorm's running statistics change in both phases. Parameters frozen by the user stay frozen. A
+    straggler that stops during the head's epochs sends the body unchanged. Reference: Collins et al., ICML 2021,
+    Algorithm 1.
 
     Args:
         head_epochs: Epochs for the head, at least 1; the remaining ``local_epochs`` train the body.
@@ -112,7 +113,7 @@ class HeadThenBody(FederatedCallback):
 
 @register
 class FedRep(Method):
-    """A shared representation and a personal head per client, trained one after the other.
+    """Trains a personal head per client, and then a shared representation.
 
     In each round a client trains only the head for ``head_epochs`` epochs, then only the body for ``body_epochs``
     epochs (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent. Reference: Collins et al., ICML

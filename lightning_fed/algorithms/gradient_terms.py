@@ -30,7 +30,7 @@ class GradientTerm(FederatedCallback):
 
     @property
     def factor(self) -> float:
-        """Number multiplied with every parameter's term before the addition to the gradient, by default 1."""
+        """Factor for all terms, by default 1."""
         return 1.0
 
     @abstractmethod
@@ -56,7 +56,7 @@ class GradientTerm(FederatedCallback):
 def add_to_gradients(
     trainer: L.Trainer, optimizer: Optimizer, term: Callable[[nn.Parameter], Tensor | None], factor: float = 1.0
 ) -> None:
-    """Adds ``factor * term(parameter)``, times the loss scale, to gradients; skips parameters without a term."""
+    """Adds ``factor * term(parameter)`` to the parameters' gradients, multiplied by the loss scale."""
     scale = factor * gradient_scale(trainer, optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -67,9 +67,10 @@ def add_to_gradients(
 
 
 def add_to_gradient(gradient: Tensor, term: Tensor, scale: float) -> None:
-    """Adds ``scale * term`` to a gradient, in place. If the gradient is sparse, only the term's nonzero rows are added.
+    """Adds ``scale * term`` to a gradient, in place.
 
-    The term is a dense tensor. For a complex gradient, the term has the shape of the real view (``view_as_real``).
+    The term is a dense tensor. A sparse gradient receives only the term's nonzero rows. For a complex gradient, the
+    term has the shape of the real view (``view_as_real``).
 
     Example:
         >>> gradient = torch.tensor([[0.0, 0.0], [5.0, 5.0], [0.0, 0.0]]).to_sparse(1)

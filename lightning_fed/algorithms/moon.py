@@ -33,16 +33,15 @@ _PREFIX = "previous:"
 
 
 class ContrastiveTerm(RevertingCallback, FederatedCallback):
-    r"""Adds the gradient of a model-contrastive loss with respect to the features.
+    r"""Adds the gradient of MOON's contrastive loss in local training.
 
     .. math:: \ell = - \mu \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
 
     Here :math:`z` are an example's features from the current model, :math:`z_g` from the broadcast model, and
-    :math:`z_p` from the client's last model. In a client's first round there is no contrastive term. Feature maps and
-    tokens are averaged over positions (the channel axis is the last at a linear layer, else the second), and the loss
-    is the mean over the batch. The callback adds the gradient at the features in every backward pass; ``training_step``
-    and the logged loss do not change. Each forward pass through the network requires two additional passes through the
-    extractor. Reference: Li et al., CVPR 2021, equations 3 and 4.
+    :math:`z_p` from the client's last model. A client's first round has no contrastive loss. Feature maps and tokens
+    are averaged over positions, and the loss over the batch. ``training_step`` and the logged loss do not change. Each
+    forward pass requires two additional passes through the extractor. Reference: Li et al., CVPR 2021, equations 3 and
+    4.
 
     Args:
         mu: Strength :math:`\mu`, at least 0; 0 disables the term.
@@ -165,9 +164,12 @@ class ContrastiveTerm(RevertingCallback, FederatedCallback):
 
 
 def contrastive_loss(features: Tensor, of_global: Tensor, of_last: Tensor, temperature: float = 0.5) -> Tensor:
-    r"""MOON's loss, a scalar, for features :math:`z`, :math:`z_g` (global model) and :math:`z_p` (last local model).
+    r"""MOON's contrastive loss, averaged over N examples.
 
     .. math:: -\frac{1}{N} \sum \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
+
+    Features :math:`z` are from the current model, :math:`z_g` from the global model, and :math:`z_p` from the client's
+    last model. :math:`\tau` is the temperature.
     """
     towards = F.cosine_similarity(features, of_global, dim=1)
     away = F.cosine_similarity(features, of_last, dim=1)
@@ -183,13 +185,13 @@ def _pooled(features: Tensor, channels_last: bool) -> Tensor:
 
 @register
 class MOON(Method):
-    r"""Model-contrastive learning: pulls features towards the global model's, away from the last local model's.
+    r"""MOON (model-contrastive federated learning): adds a contrastive loss on features to local training.
 
-    The term is :class:`~lightning_fed.callbacks.ContrastiveTerm`. ``aggregator`` determines the messages. With ``mu=0``
-    the method equals ``aggregator`` bit for bit. Reference: Li et al., CVPR 2021, Algorithm 1.
+    The callback :class:`~lightning_fed.callbacks.ContrastiveTerm` adds the loss. With ``mu=0`` the method equals
+    ``aggregator`` bit for bit. Reference: Li et al., CVPR 2021, Algorithm 1.
 
-    The authors add a projection head with two layers between extractor and classifier, and compare the head's output.
-    For the authors' variant, add a projection head to the model and pass its name as ``layer``.
+    The authors compare the output of a projection head between extractor and classifier. For this variant, add a
+    projection head to the model and pass its name as ``layer``.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client.

@@ -16,14 +16,12 @@ class ProximalTerm(GradientTerm):
 
     .. math:: w \leftarrow w - \eta \left( \nabla F_k(w) + \mu (w - w_t) \right)
 
-    Here :math:`w_t` is the broadcast model. The term is added once per optimizer step: after gradient accumulation and
-    unscaling in mixed precision, and before clipping with ``gradient_clip_val``. With manual optimization the term is
-    added in ``optimizer.step()``, after the module's clipping. The term is added for shared parameters with a gradient,
-    and not for personal or frozen parameters. Reference: Li et al., MLSys 2020, Algorithm 2.
+    Here :math:`F_k` is client k's loss, :math:`\eta` the learning rate, and :math:`w_t` the broadcast model. The term
+    is added before clipping with ``gradient_clip_val``. With manual optimization the term is added in
+    ``optimizer.step()``. Personal and frozen parameters have no term. Reference: Li et al., MLSys 2020, Algorithm 2.
 
     **The module logs the loss** :math:`F_k(w)` **without the term**, so ``train_loss`` stays comparable between
-    methods. A sparse gradient (``nn.Embedding(sparse=True)``) stays sparse, because the term is zero for unchanged
-    rows.
+    methods. A sparse gradient (``nn.Embedding(sparse=True)``) stays sparse.
 
     Args:
         mu: Strength :math:`\mu`, at least 0; 0 disables the term.

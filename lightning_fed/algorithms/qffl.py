@@ -36,15 +36,14 @@ class QFFL(ChannelRule):
     .. math:: \Delta_k = F_k^q \, L (x - y_k), \qquad h_k = q F_k^{q-1} L^2 \lVert x - y_k \rVert^2 + L F_k^q, \qquad
         x \leftarrow x - \frac{\sum_k p_k \Delta_k}{\sum_k p_k h_k}
 
-    Here :math:`x` is the global model, :math:`y_k` client k's model after local training, and :math:`F_k(x)` the global
-    model's loss on client k: the mean ``training_step`` loss in an additional pass over the client's data, in
-    evaluation mode. The pass does not change the training's random numbers. The server excludes a client with a loss
-    above 128 times the median over the round's clients. Reference: Li et al., ICLR 2020, Algorithm 2.
+    Here :math:`x` is the global model, :math:`y_k` client k's model after local training, and :math:`p_k` client k's
+    share of the examples. :math:`F_k` is the global model's mean ``training_step`` loss on client k's data, measured in
+    an additional pass in evaluation mode. The server excludes a client with a loss above 128 times the round's median.
+    Reference: Li et al., ICLR 2020, Algorithm 2.
 
-    The authors sample clients with probabilities :math:`p_k`, the shares of examples, and average with equal weights.
-    Here clients are sampled uniformly with weights :math:`p_k`, for the same objective
-    :math:`\sum_k p_k F_k^{q+1} / (q + 1)`. With ``q=0`` the weights equal FedAvg's weights bit for bit. Buffers are
-    averaged with weights :math:`p_k F_k^q`.
+    The objective is :math:`\sum_k p_k F_k^{q+1} / (q + 1)`. The authors sample clients with probabilities :math:`p_k`
+    and average with equal weights. Here clients are sampled uniformly and weighted by :math:`p_k`. With ``q=0`` the
+    weights equal FedAvg's weights bit for bit. Buffers are averaged with weights :math:`p_k F_k^q`.
 
     - Sends: 1 model down, 1 up (and a number).
     - Keeps: nothing.
@@ -52,8 +51,7 @@ class QFFL(ChannelRule):
     - For: better results on the worst clients. Requires automatic optimization.
 
     Args:
-        q: Exponent, at least 0; larger values increase the weight of large losses. The authors use values from 0.001
-            (for Shakespeare's text) to 5.
+        q: Exponent, at least 0; larger values increase the weight of large losses. The authors use 0.001 to 5.
         lipschitz: Constant :math:`L`, positive; if ``None``, the inverse of the optimizers' learning rate at the start
             of the round.
 
@@ -110,7 +108,7 @@ class QFFL(ChannelRule):
         return self._weight(update.num_samples, float(update.extras[_LOSS]))
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds an update to the weighted sums; the weight depends on the client's loss and the update's norm."""
+        """Adds a client's update to the weighted sums."""
         loss = up[_LOSS][""]
         distance = sum(
             float((to_float64(update.state[name]) - to_float64(self._state[name])).square().sum())

@@ -14,11 +14,10 @@ _SECOND = 0x94D049BB133111EB - 2**64
 
 @torch.no_grad()
 def sample_hashes(samples: Tensor) -> Tensor:
-    """Computes a 64-bit hash per sample, int64 with shape ``(N,)``, which depends on every bit.
+    """Computes a 64-bit hash for each sample, int64 with shape ``(N,)``.
 
-    The bits are read as integers, mixed with the positions by SplitMix64's finaliser, and summed in integer arithmetic
-    on the samples' device, so the order of summation does not matter. Among n different samples, a collision has a
-    probability near n^2 / 2^65. The hash is not cryptographic: collisions can be constructed.
+    Among n different samples, a collision has a probability near n^2 / 2^65. The hash is not cryptographic: collisions
+    can be constructed.
 
     Example:
         >>> samples = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
@@ -41,4 +40,4 @@ def sample_hashes(samples: Tensor) -> Tensor:
     mixed ^= mixed >> 27
     mixed *= _SECOND
     mixed ^= mixed >> 31
-    return mixed.sum(1)
+    return mixed.sum(1)  # an integer sum does not depend on the order

@@ -25,15 +25,15 @@ class SCAFFOLD(ChannelRule):
     .. math:: y \leftarrow y - \eta (g - c_i + c), \qquad x \leftarrow \frac{1}{|S|} \sum_{i \in S} y_i, \qquad
         c \leftarrow c + \frac{1}{N} \sum_{i \in S} (c_i^+ - c_i)
 
-    Here :math:`S` are the round's clients, :math:`N` is the number of all clients, and :math:`c` and :math:`c_i` start
-    at 0. After the local training
+    Here :math:`x` is the global model, and :math:`y_i` client i's model, trained with gradients :math:`g` and learning
+    rate :math:`\eta`. :math:`S` are the round's clients, and :math:`N` is the number of all clients. The control
+    variates :math:`c` (server) and :math:`c_i` (client) start at 0. After local training with :math:`K` steps
 
     .. math:: c_i^+ = \frac{1}{K} \sum_k g_k
 
-    is the mean over :math:`K` gradients without the correction. For plain SGD with rate :math:`\eta` this mean equals
-    the paper's option II, :math:`c_i - c + (x - y_i) / (K \eta)`. The mean also works with momentum, adaptive
-    optimizers, weight decay and learning-rate schedules. A module may have several optimizers. Control variates are
-    float32 or float64, also for a 16-bit model. Reference: Karimireddy et al., ICML 2020, Algorithm 1.
+    is the mean gradient without the correction. For plain SGD this mean equals the paper's option II. The mean also
+    works with other optimizers, weight decay and learning-rate schedules. Reference: Karimireddy et al., ICML 2020,
+    Algorithm 1.
 
     The correction applies to shared parameters. The logged loss excludes the correction. Buffers are averaged.
     Checkpoints contain ``control``, the server's control variate. For the paper's global step size use a server

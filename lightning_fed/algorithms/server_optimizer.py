@@ -23,27 +23,23 @@ _ELEMENTS = 1 << 18  # elements per block, to limit each temporary copy to 2 MB
 
 
 class ServerOptimizer(UpdateStep):
-    r"""Update step: moves the global model towards the clients' mean with one step of any ``torch.optim`` optimizer.
+    r"""Update step: applies a ``torch.optim`` optimizer to the global model once per round.
 
     The gradient is the difference between the global model :math:`w_t` and the clients' mean :math:`\bar w`:
 
     .. math:: g_t = w_t - \bar w, \qquad w_{t+1} = \mathrm{step}(w_t, g_t)
 
     The result with SGD and ``lr=1`` equals the clients' mean bit for bit. :class:`FedAvgM`, :class:`FedAdagrad`,
-    :class:`FedAdam` and :class:`FedYogi` use this step. Checkpoints contain the optimizer state, with 8 bytes for each
-    parameter with momentum, and 16 bytes with adaptive moments. Reference: Reddi et al., ICLR 2021, Algorithm 1.
+    :class:`FedAdam` and :class:`FedYogi` use this step. Checkpoints contain the optimizer state. Reference: Reddi et
+    al., ICLR 2021, Algorithm 1.
 
-    The optimizer step, in float64, changes only trainable parameters. Frozen layers and buffers are set to the
-    aggregation rule's result: an optimizer step could make BatchNorm's running variances negative, and weight decay
-    would shrink buffers with constant values. If :meth:`on_aggregate` is called without a fit, all floating-point
-    tensors except BatchNorm's running statistics are treated as trainable.
+    The optimizer changes only trainable parameters. Frozen layers and buffers are set to the aggregation rule's result.
 
     Args:
         optimizer: Optimizer class, or the name in ``torch.optim``. The optimizer must not need a closure (unlike
             ``LBFGS``).
-        lazy_rows: If clients receive only some rows of an entry: whether rows without training in a round stay
-            unchanged, with their optimizer state. If false, these rows have gradient zero, and momentum still moves the
-            rows.
+        lazy_rows: Whether rows without training in a round stay unchanged, if clients receive only some rows of an
+            entry. If false, momentum still moves these rows.
         **optimizer_kwargs: Arguments for the optimizer. Set ``lr``, because the default is meant for local training.
 
     Raises:
@@ -73,6 +69,7 @@ class ServerOptimizer(UpdateStep):
     def on_aggregate(self, new: State, start: State) -> State:
         memory: dict[str, dict[str, Any]] = {}
         held_rows = self._rule.held_rows() if self._rule is not None and self.lazy_rows else {}
+        # A step could make running variances negative, and weight decay would shrink constant buffers.
         for name in trained_entries(self.info, start):
             old = start[name]
             held = None

@@ -17,8 +17,8 @@ from lightning_fed.rule import Aggregator
 class SiloBN(Method):
     """Averages all entries except BatchNorm's running statistics, which stay on the clients.
 
-    BatchNorm weights and biases are averaged. Each client normalises with the mean and variance of its data, and the
-    statistics never leave the client. A model without BatchNorm is refused. Reference: Andreux et al., DART 2020.
+    BatchNorm weights and biases are averaged. Each client normalises with the mean and variance of the local data.
+    Reference: Andreux et al., DART 2020.
 
     - Sends: the model without BatchNorm's running statistics, both ways.
     - Keeps: running statistics per client.

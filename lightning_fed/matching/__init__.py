@@ -1,4 +1,4 @@
-"""Finds exchangeable neurons (permutation groups), matches neurons between networks, and merges networks."""
+"""Matches neurons between networks, and merges networks."""
 
 from lightning_fed.matching.alignment import align_networks as align_networks
 from lightning_fed.matching.alignment import align_neurons as align_neurons

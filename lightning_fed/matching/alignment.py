@@ -1,4 +1,4 @@
-"""Aligns networks: permutes neurons to minimise the distance between networks.
+"""Aligns networks by permuting neurons.
 
 Ainsworth, Hayase and Srinivasa, "Git Re-Basin: Merging Models modulo Permutation Symmetries", ICLR 2023 (weight
 matching), and Singh and Jaggi, "Model Fusion via Optimal Transport", NeurIPS 2020.
@@ -22,12 +22,15 @@ _LEAST_GAIN = 1e-6  # relative to the inner product of networks within a group; 
 
 @torch.no_grad()
 def align_neurons(reference: Tensor, neurons: Tensor, blocks: int = 1) -> Tensor:
-    r"""Returns the order of neurons (int64) with the largest sum of inner products with the reference neurons.
+    r"""Returns the order of neurons that fits the reference neurons best.
+
+    The order :math:`\pi` maximises the sum of inner products between reference neurons :math:`r_i` and neurons
+    :math:`w_i`:
 
     .. math:: \max_\pi \sum_i \langle r_i, w_{\pi(i)} \rangle
 
-    If neurons form blocks (as in group normalization), a neuron stays in its block, but whole blocks can be permuted.
-    First the best order is computed for every pair of a block and a reference block, then the best pairs.
+    If neurons form blocks (as in group normalization), neurons are ordered within a block, and whole blocks are
+    ordered.
 
     Args:
         reference: Reference neurons, shape ``(L, D)``.
@@ -74,18 +77,19 @@ def align_networks(
     generator: np.random.Generator,
     sweeps: int = 30,
 ) -> list[list[Tensor]]:
-    r"""Finds an order of neurons for each network and permutation group, to move the networks closer to their mean.
+    r"""Finds an order of neurons for each network, to move the networks closer to their mean.
+
+    The orders :math:`\pi_j` of the networks :math:`\theta_j`, for j = 1 to J, minimise
 
     .. math:: \min_\pi \sum_j \big\| \pi_j(\theta_j) - \frac{1}{J} \sum_{j'} \pi_{j'}(\theta_{j'}) \big\|^2
 
-    Coordinate descent: for one network and one group at a time, in random order, :func:`align_neurons` finds the order
-    that is closest to the mean of the other networks, using all incoming and outgoing weights. The order is accepted
-    only if the sum decreases, so the descent ends in a local optimum. Running statistics are excluded.
+    One network and one group is ordered at a time (coordinate descent): :func:`align_neurons` finds the order closest
+    to the mean of the other networks. The result is a local optimum. Running statistics are excluded.
 
     Args:
         states: One state per network, with equal entries and widths.
         groups: Permutation groups.
-        orders: Initial order for each network and group: at each position the index of a neuron, int64.
+        orders: Initial order for each network and group, int64: the neuron's index at each position.
         generator: Generator for the order in which networks and groups are updated.
         sweeps: Maximum number of passes over all networks and groups.
 

@@ -1,4 +1,4 @@
-"""Reads checkpoints, and loads checkpoints whose layer widths differ from the module's."""
+"""Loads checkpoints, also into modules with different layer widths."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _OF_ONE_RUN = ("callbacks", "loops", "lr_schedulers", "optimizer_states")
 
 
 def load_matched(module: M, checkpoint: Checkpoint, example_input: Any = None) -> M:
-    """Loads a checkpoint whose layer widths differ from the module's, for example after matched averaging.
+    """Loads a checkpoint whose layer widths differ from the module's.
 
-    ``load_from_checkpoint`` creates the module with the widths in the code, and fails if the checkpoint has other
-    shapes. This function first resizes the layers (:func:`~lightning_fed.matching.resize_module`), including the output
-    layer. Files are loaded with ``weights_only=True``, so no code is executed.
+    Matched averaging, for example, changes widths. ``load_from_checkpoint`` fails for such a checkpoint. This function
+    first resizes the module's layers, including the output layer. Files are loaded with ``weights_only=True``, so no
+    code is executed.
 
     Args:
         module: Module with the same architecture, changed in place and returned.
@@ -93,7 +93,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Loads a checkpoint file onto the CPU, or copies a loaded checkpoint (the dictionaries, without the tensors)."""
+    """Loads a checkpoint file onto the CPU. Copies the dictionaries of a checkpoint that is already loaded."""
     if isinstance(checkpoint, Mapping):
         content, label = dict(checkpoint), "the checkpoint"
     else:
@@ -122,13 +122,13 @@ def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def state_of(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the model state in a checkpoint's content; ``content`` may also be a bare model state."""
+    """Returns the model state in a checkpoint's content. A bare model state is returned unchanged."""
     state: dict[str, Any] = content.get("state_dict", content)
     return state
 
 
 def check_entries(module_names: Iterable[str], state: Iterable[str], label: str) -> None:
-    """Raises ``ValueError`` if a module and a state (described by ``label``) have different entry names."""
+    """Raises ``ValueError`` if a module and a state have different entry names."""
     expected, actual = set(module_names), set(state)
     faults = [
         f"{words} {list_first(sorted(names))}"
@@ -140,7 +140,7 @@ def check_entries(module_names: Iterable[str], state: Iterable[str], label: str)
 
 
 def with_state(content: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies a checkpoint's content, with ``state`` as the state dict and without optimizer and loop states."""
+    """Copies a checkpoint's content with another state dict, and without optimizer and loop states."""
     if "state_dict" not in content:
         return dict(state)
     return {name: value for name, value in content.items() if name not in _OF_ONE_RUN} | {"state_dict": dict(state)}

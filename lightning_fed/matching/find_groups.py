@@ -21,7 +21,7 @@ class _Neuron(NamedTuple):
 
 
 def find_groups(tracer: Tracer) -> list[PermutationGroup]:
-    """Finds all permutation groups (neurons permuted together) in a traced network, in network order."""
+    """Returns all permutation groups of a traced network, in network order."""
     axes = dict(tracer.axes)
     for name, elements in tracer.elements.items():
         _follow_axis(tracer, axes, name, elements)
@@ -75,10 +75,10 @@ def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: 
 
 
 def _split_blocks(family: list[_Neuron]) -> list[tuple[list[_Neuron], int]]:
-    """Splits similar neurons into sets. Neurons may be permuted only within a set.
+    """Splits neurons of the same layers into sets. Only neurons in the same set may exchange places.
 
-    Returns each set with the number of GroupNorm groups in the set (1 without GroupNorm). In a set with several groups,
-    neurons may be permuted within a group, and whole groups may change places.
+    Returns each set with the number of GroupNorm groups (1 without GroupNorm). In a set with several groups, a neuron
+    moves only within its group, or whole groups exchange places.
     """
     # Whole blocks are exchangeable if all blocks have equal size and no normalization group spans two blocks.
     blocks: dict[frozenset[Constraint], list[_Neuron]] = defaultdict(list)

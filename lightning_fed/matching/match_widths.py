@@ -1,4 +1,4 @@
-"""Resizes a module's layers to the shapes in a state, and checks that the widths are consistent."""
+"""Resizes a module's layers to the shapes in a state."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _CHANNELWISE = (
 
 
 def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Resizes a module's layers to the shapes in a state. Entries without counterpart in the module are ignored.
+    """Resizes a module's layers to the shapes in a state.
 
-    If an entry has a different number of axes, or widths are inconsistent within a layer or along an ``nn.Sequential``,
-    ``ValueError`` is raised and the module does not change.
+    Entries without counterpart in the module are ignored. Raises ``ValueError``, without a change of the module, if the
+    new widths do not fit together.
     """
     tensors = entry_tensors(module)
     resized = {
@@ -54,7 +54,7 @@ def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 class WidthRatio(NamedTuple):
-    """Two widths to be resized by the same factor only. ``producer`` and ``consumer``: names of layers or entries."""
+    """Two layer widths with a fixed ratio. Each width belongs to the layer or entry named before it."""
 
     producer: str
     out_width: int
@@ -63,10 +63,10 @@ class WidthRatio(NamedTuple):
 
 
 def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
-    """Finds pairs of widths to be resized by the same factor only, for a consistent module.
+    """Finds pairs of widths that must change by the same factor, or the layers no longer fit together.
 
-    A pair is two tensors in one layer, or successive layers in an ``nn.Sequential``. In the example, ``2.weight`` and
-    ``2.bias`` both have 2 rows, and 4 channels from layer 0 are flattened to 36 inputs for layer 2.
+    A pair belongs to two tensors in one layer, or to successive layers in an ``nn.Sequential``. In the example,
+    ``2.weight`` and ``2.bias`` both have 2 rows. Layer 0 has 4 channels, which are flattened to 36 inputs of layer 2.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.Flatten(), nn.Linear(36, 2))
@@ -83,7 +83,7 @@ def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
 
 
 def _ratios_within(name: str, layer: nn.Module) -> Iterator[WidthRatio]:
-    """Yields pairs of dimensions in one layer with a fixed ratio, such as the rows of weight and bias (ratio 1)."""
+    """Yields pairs of widths in one layer that must stay in proportion, such as rows of weight and bias."""
     shapes = {
         key: value.shape
         for key, value in chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))

@@ -1,7 +1,7 @@
-"""Mean of several networks' parameters after neuron matching.
+"""Averages networks after neuron matching.
 
-Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1. In this implementation, each
-neuron is averaged over the clients with this neuron (the owners) instead of all clients.
+Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1. Unlike in the paper, a neuron
+is averaged only over the clients with this neuron, instead of all clients.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ def matched_mean(
     weights: Sequence[float],
     prior_weight: float = 0.0,
 ) -> dict[str, Tensor]:
-    r"""Averages client states after matching: each neuron is averaged over the clients with a matched neuron (owners).
+    r"""Averages client states after matching. Each neuron is averaged over the clients with this neuron.
 
-    With weights :math:`a_k`, assignments :math:`S_k` and states :math:`\tilde w_k` (missing neurons: 0), row *i* is
+    These clients are the owners of the neuron. With :math:`\tilde w_{k,i}` for row *i* of client *k* (0 if missing),
+    the mean is
 
     .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{b \bar a + \sum_{k:\, i \in S_k} a_k}
 
-    or 0 if the row has no owner. :math:`\bar a` is the mean weight and *b* the weight of a prior. Columns of missing
-    neurons are 0, so the pre-activations are averaged over all clients. If all clients own all neurons, the result
-    equals :class:`WeightedMean`.
+    or 0 without owners. :math:`a_k` is the client's weight, :math:`\bar a` the mean weight, :math:`S_k` the set of the
+    client's neurons, and *b* the weight of a prior. Columns belong to input neurons. If a client lacks an input neuron,
+    its column counts as 0. If all clients own all neurons, the result equals :class:`WeightedMean`.
 
     Args:
         states: One state per client, with equal names.
@@ -43,8 +44,8 @@ def matched_mean(
         assignments: For each client and group the neurons' indices in the mean network: int64, shape ``(neurons,)``.
         sizes: Number of neurons in the mean network for each group.
         weights: Client weights, greater than 0. Integer entries are copied from the client with the largest weight.
-        prior_weight: Weight *b* of a prior with mean 0; 1 equals the weight of one client. With 1 and equal weights the
-            mean over *n* owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
+        prior_weight: Weight *b* of a prior with mean 0; 1 equals the weight of one client, as in the authors' program
+            for convolutional networks.
 
     Raises:
         ValueError: If lengths differ, a weight is not greater than 0, ``prior_weight`` is negative or not finite, or
@@ -93,18 +94,15 @@ def agreement(
     sizes: Sequence[int],
     weights: Sequence[float],
 ) -> list[float]:
-    r"""Share of the clients' squared weight norms that averaging preserves, for each permutation group of neurons.
+    r"""Computes the share of the clients' squared weight norms that averaging preserves, for each permutation group.
 
-    With client weights :math:`a_k`, incoming weights :math:`w_{k,j}` for neuron *j* on client *k*, matched global
-    neuron :math:`S_k(j)`, and mean :math:`\bar w`,
+    The share is 1 for equal or unmatched neurons, and about 1/n for n unrelated neurons that are matched. It is
 
     .. math:: \frac{\sum_k a_k \sum_j \lVert \bar w_{S_k(j)} \rVert^2}{\sum_k a_k \sum_j \lVert w_{k,j} \rVert^2}
 
-    The share is 1 if matched neurons are equal or if no neurons are matched, and about 1/n for n unrelated neurons.
-
-    Running statistics, complex entries, and weights within a group, such as recurrent weights, are excluded. Biases and
-    normalization parameters are only included if a group has no other entries. The share is NaN if a group has no
-    comparable weights.
+    with client weights :math:`a_k`, incoming weights :math:`w_{k,j}` for neuron *j* on client *k*, matched global
+    neuron :math:`S_k(j)`, and mean :math:`\bar w`. Running statistics and recurrent weights are excluded. Biases count
+    only in groups without other weights. The share is NaN if a group has no comparable weights.
     """
     shares = []
     for number, (group, resized) in enumerate(zip(groups, resize_groups(groups, sizes), strict=True)):

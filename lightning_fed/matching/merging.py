@@ -31,15 +31,15 @@ from lightning_fed.numerics.trees import move_tensors
 
 
 class MergedGroup(NamedTuple):
-    """Statistics of merging one permutation group (exchangeable neurons): widths, matched neurons and time.
+    """Statistics of merging one permutation group (exchangeable neurons).
 
     Attributes:
         name: Group name.
         before: Number of neurons in each network.
         width: Number of neurons in the merged network.
         matched: Fraction of neurons with a matched neuron in another network.
-        agreement: Sum of the neurons' squared norms after averaging, divided by the sum before: 1 for equal neurons.
-        seconds: Time for matching this group. The alignment of all groups (:func:`align_networks`) is not included.
+        agreement: Share of the neurons' squared norms that averaging preserves: 1 for equal neurons.
+        seconds: Time for matching this group, without the alignment of all groups.
     """
 
     name: str
@@ -51,13 +51,13 @@ class MergedGroup(NamedTuple):
 
 
 class MergedModel(NamedTuple):
-    """Result of merging several trained networks into one network.
+    """Merged network, and statistics of merging.
 
     Attributes:
         module: The merged module.
         state: A copy of the module's state.
         groups: Permutation groups; empty with mode ``"none"``.
-        assignments: Each neuron's index in the merged network, by network and group: int64.
+        assignments: For each network and group, each neuron's index in the merged network: int64.
     """
 
     module: nn.Module
@@ -69,10 +69,8 @@ class MergedModel(NamedTuple):
 class MatchedAverage:
     """Merges trained networks with equal architecture: matches neurons, then averages matched neurons.
 
-    Neurons are matched group by group, see :func:`~lightning_fed.matching.match_states`. Each merged neuron is the mean
-    over the matched neurons. Unlike :class:`~lightning_fed.algorithms.FedMA` there is no training between layers. Deep
-    networks with different initializations lose much accuracy. BatchNorm's running statistics are measured again on
-    data.
+    Unlike :class:`~lightning_fed.algorithms.FedMA` there is no training between layers, so deep networks with different
+    initializations lose much accuracy. BatchNorm's running statistics are measured again on data.
 
     Args:
         mode: ``"grow"`` keeps unmatched neurons as additional neurons (with the marginal score, up to 1.25 times the
@@ -138,7 +136,7 @@ class MatchedAverage:
         data: Iterable[Any] | None = None,
         weights: Sequence[float] | None = None,
     ) -> MergedModel:
-        """Averages networks after matching the neurons. Refuses adapters, NaN, infinities, and unmatchable networks.
+        """Matches and averages networks. Raises ``ValueError`` for networks that cannot be matched.
 
         Args:
             networks: Checkpoint paths, checkpoint contents, states or modules, with equal architecture and widths.

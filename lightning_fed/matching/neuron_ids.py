@@ -1,8 +1,8 @@
-"""Neuron ids: numbers for positions on parameter axes (such as rows of a weight). Equal ids mean the same neuron.
+"""Neuron ids: numbers that mark the same neuron on different parameter axes.
 
-Each position on a parameter axis starts with a separate id. Tracing gives an id to each element of an activation. If an
-operation combines elements with different ids, for example an addition, the ids are united (union-find). Positions with
-equal final ids belong to one neuron, and are permuted together.
+Each position on a parameter axis, such as a row of a weight, starts with a separate id. Tracing gives an id to each
+element of an activation. If an operation combines elements, for example by addition, their ids are merged. In the end,
+positions with equal ids belong to one neuron, and are permuted together.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ Constraint: TypeAlias = tuple[Literal["apart", "within", "block"], int]
 
 
 class UnionFind:
-    """Disjoint sets of neuron ids: all ids in a set belong to one neuron. Constraints restrict neuron permutations.
+    """Disjoint sets of neuron ids. All ids in a set belong to one neuron.
 
-    - ``"apart"``: neurons in one part of a tensor, for example after ``split``. These neurons can be permuted only with
-      one another, and no neuron can be added.
-    - ``"within"``: neurons reduced together (a mean, norm or attention score). The effect is the same as ``"apart"``.
-    - ``"block"``: neurons in one group of a group normalization. Neurons stay in the group; whole groups may move.
+    A constraint restricts which neurons may exchange places:
+
+    - ``"apart"``: only neurons in the same part of a tensor, for example after ``split``. No neuron can be added.
+    - ``"within"``: only neurons reduced together, for example by a mean. No neuron can be added.
+    - ``"block"``: only neurons in the same group of a group normalization, or whole groups.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class UnionFind:
         return torch.tensor([self.find(neuron_id) for neuron_id in unique.tolist()], dtype=torch.int64)[inverse]
 
     def unite(self, first: Tensor, second: Tensor) -> None:
-        """Unites the ids at equal positions in two broadcast tensors: both mean one neuron. Ignores ``NEUTRAL`` ids."""
+        """Marks ids at equal positions of two tensors as one neuron. The tensors are broadcast."""
         expanded = first + torch.zeros_like(second), second + torch.zeros_like(first)
         pairs = torch.stack([ids.reshape(-1) for ids in expanded], 1)
         for left, right in torch.unique(pairs, dim=0).tolist():
@@ -80,7 +81,7 @@ class UnionFind:
 
 @dataclass(frozen=True, eq=False)
 class TracedActivation:
-    """An activation's shape, and each element's neuron id. If ids do not vary along an axis, ``ids`` has length 1."""
+    """Shape of an activation, and the neuron id of each element. Axes with constant ids have length 1."""
 
     ids: Tensor
     shape: tuple[int, ...]
@@ -107,7 +108,7 @@ class TracedActivation:
 
 @dataclass(frozen=True, eq=False)
 class ParameterView:
-    """View of a parameter with permuted axes: axis ``dim`` of the view is axis ``axes[dim]`` of the parameter."""
+    """Parameter with permuted axes: axis ``dim`` of the view is axis ``axes[dim]`` of the parameter."""
 
     name: str
     lengths: tuple[int, ...]

@@ -38,7 +38,9 @@ _CHUNK = 2**22  # elements per matrix product
 
 
 class NeuronMatch(NamedTuple):
-    """Assignment of neurons from J clients to L global neurons. Client j has L_j neurons. All neurons have D weights.
+    """Assignment of the neurons of J clients to L global neurons.
+
+    Client j has L_j neurons. Each neuron has D weights.
 
     Attributes:
         assignments: For each client, the index of the global neuron matched to each neuron: int64, shape ``(L_j,)``.
@@ -73,40 +75,40 @@ def match_neurons(
     passes: int = 5,
     max_width: int | None = None,
 ) -> NeuronMatch:
-    r"""Matches each client's neurons in one layer with global neurons, existing or new.
+    r"""Matches each client's neurons in one layer with existing or new global neurons.
 
-    Clients are matched one after another. Each assignment maximises the sum of the scores below (BBP-MAP).
+    The algorithm has these steps:
+
+    - The client with the most neurons defines the first global neurons. The other clients follow by number of neurons.
+    - For each client, the assignment with the largest sum of scores (below) is chosen.
+    - In each later pass every client is matched again, in random order, until a pass changes nothing.
+    - Unknown variances are estimated from the matching, and all clients are matched again, at most three times.
 
     In the model, neuron *l* of client *j*, :math:`w_{jl}`, has variance :math:`\sigma_j^2` around a global neuron.
     Global neurons have variance :math:`\sigma_0^2` around the prior mean :math:`\mu`. The inverse variances are
-    :math:`p_j` and :math:`p_0`. From :math:`n_i` of the :math:`J` clients, a neuron is matched with global neuron *i*.
-    Over these neurons, :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and :math:`P_i = p_0 + \sum p_j`. Before client *j* is
-    matched again, this client's neurons are removed. With :math:`u = p_j w`, the score for matching :math:`w` is
+    :math:`p_j` and :math:`p_0`. :math:`n_i` of the :math:`J` clients have a neuron matched with global neuron *i*. Over
+    these neurons, :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and :math:`P_i = p_0 + \sum p_j`, without the neurons of the
+    client to match. With :math:`u = p_j w`, the score for matching neuron :math:`w` with global neuron *i* is the sum
+    over weights *d*
 
     .. math::
         \sum_d \Big( \frac{(A_{id} + u_d)^2}{P_{id} + p_{jd}} - \frac{A_{id}^2}{P_{id}}
         + \Big[ \log \frac{P_{id}}{P_{id} + p_{jd}} \Big] \Big) + c \log \frac{n_i}{J - n_i}
 
-    for global neuron *i*, and for the *k*-th new global neuron
+    and for the *k*-th new global neuron
 
     .. math::
         \sum_d \Big( \frac{(p_{0d} \mu_d + u_d)^2}{p_{0d} + p_{jd}} - p_{0d} \mu_d^2
         + \Big[ \log \frac{p_{0d}}{p_{0d} + p_{jd}} \Big] \Big) + 2 \log \frac{\gamma}{J} - 2 \log k
 
-    - ``"published"``: the score in the programs for PFNM and FedMA, without the terms in brackets, with :math:`c = 1`,
-      :math:`n_i` capped at 10, and at most 700 global neurons plus one. With unit variances, this score hardly
-      distinguishes neurons with norms well below 1. The number of new neurons then does not depend on the weights: if
-      all clients have equally many neurons, each client after the first adds one for each integer :math:`k` from 1 to
-      below :math:`\gamma \sqrt{J - 1} / J` (with :math:`\gamma = 7`, three neurons for 2 to 4 clients).
+    - ``"published"``: the score in the programs for PFNM and FedMA. The terms in brackets are omitted, :math:`c = 1`,
+      :math:`n_i` is at most 10, and the layer has about 700 global neurons at most. With unit variances, this score
+      hardly distinguishes neurons with norms well below 1, and adds a fixed number of new neurons.
     - ``"marginal"``: the score derived from the model, with the terms in brackets and :math:`c = 2`. With estimated
-      variances, this score finds the neurons that clients share, and creates new global neurons for all other neurons.
+      variances, this score finds the neurons that clients share. Other neurons become new global neurons.
 
-    The client with the most neurons defines the first global neurons. The other clients follow by number of neurons. In
-    each later pass every client is matched again, in random order, until a pass changes nothing.
-
-    Variances are estimated from the current matching by expectation maximization: in each block of weights, one
-    :math:`\sigma_j^2` per client, and one :math:`\sigma_0^2`. The first matching uses half the variance of the block's
-    values for all variances. Estimation and a new matching then alternate at most three times.
+    Variances are estimated by expectation maximization. Each block of weights has one :math:`\sigma_j^2` per client,
+    and one :math:`\sigma_0^2`. All start with half the variance of the block's values.
 
     Args:
         clients: Neurons of each client, shape ``(L_j, D)``, floating point. The computation uses at least float32.
@@ -115,8 +117,9 @@ def match_neurons(
         gamma: :math:`\gamma`, greater than 0. Larger values create more global neurons. By default 7 (published) or 1
             (marginal).
         variance: :math:`\sigma_j^2` > 0, broadcast to ``(J, D)``; infinity ignores values. By default 1 (published), or
-            estimated.
-        prior_variance: :math:`\sigma_0^2` > 0, broadcast to ``(D,)``. By default 1 (published), or estimated.
+            estimated (marginal).
+        prior_variance: :math:`\sigma_0^2` > 0, broadcast to ``(D,)``. By default 1 (published), or estimated
+            (marginal).
         prior_mean: :math:`\mu`, broadcast to ``(D,)``. The authors use 0.1 for biases.
         blocks: Sizes of consecutive blocks with a common estimated variance, with sum ``D``; by default one block.
         passes: Maximum number of passes over the clients; 0 matches each client once.
@@ -345,10 +348,10 @@ def _numbers(name: str, value: float | Tensor, like: Tensor, shape: tuple[int, .
 
 
 def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns start values for the client and prior variance of D weights: half the variance of a block's values.
+    """Returns start values for each weight's client variance and prior variance, shape ``(D,)``.
 
-    ``sizes`` divides the weights into blocks with a common variance. If all clients' values in a block are equal, the
-    block cannot distinguish neurons: the client variance is infinite, so the matching ignores the block.
+    Both are half the variance of all clients' values in a block. ``sizes`` are the block sizes. If all values in a
+    block are equal, the client variance is infinite, so the matching ignores the block.
     """
     count = sum(len(client_neurons) for client_neurons in neurons)
     mean, squares = (to_float64(torch.zeros_like(neurons[0][0])) for _ in range(2))
@@ -406,13 +409,14 @@ def _maximise_likelihood(
     is_noise_known: bool,
     is_prior_known: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Estimates variances for one block (``size`` weights with a common variance) by expectation maximization.
+    """Estimates the variances in one block of ``size`` weights by expectation maximization.
 
-    Returns each client's variance around the global neurons (``noise``, shape ``(J,)``), and the variance of the global
-    neurons around the prior mean (``prior``). The arguments ``noise`` and ``prior`` are start values; a value marked as
-    known is returned unchanged. ``products``, shape ``(L, J, J)``, contains for each of L global neurons the inner
-    products between the matched neurons of J clients, after subtracting the prior mean. ``owned``, shape ``(L, J)``, is
-    1 if a client has a matched neuron. Otherwise ``owned`` and the products are 0.
+    In the model, a client's neuron has variance ``noise`` around a global neuron, and global neurons have variance
+    ``prior``. ``noise``, shape ``(J,)``, and ``prior`` are start values. Known variances are returned unchanged.
+
+    Let L be the number of global neurons and J the number of clients. ``products``, shape ``(L, J, J)``, contains inner
+    products between matched neurons, minus the prior mean. ``owned``, shape ``(L, J)``, is 1 if a client has a matched
+    neuron. Without a matched neuron, both are 0.
     """
     squares = products.diagonal(dim1=1, dim2=2)
     least = _LEAST_SHARE * squares.sum() / (owned.sum() * size)

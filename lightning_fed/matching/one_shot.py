@@ -1,4 +1,4 @@
-"""One-shot matching of networks with equal architecture: matches each group of neurons, then averages.
+"""Matches and averages networks with equal architecture, without training.
 
 Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019; Wang et al.,
 "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, without the training between layers.
@@ -58,7 +58,7 @@ class StateMatch(NamedTuple):
 
     @property
     def owners(self) -> dict[str, Tensor]:
-        """Number of networks with a neuron matched to each merged neuron, by group: int64, shape ``(neurons,)``."""
+        """Number of networks matched to each merged neuron, by group: int64, shape ``(neurons,)``."""
         return {
             name: torch.bincount(torch.cat([assignment[name] for assignment in self.assignments]), minlength=size)
             for name, size in self.groups.sizes.items()
@@ -86,16 +86,14 @@ def match_states(
 ) -> StateMatch:
     """Matches the neurons of several networks, and averages the networks.
 
-    Permutation groups (sets of exchangeable neurons) are matched one after another. ``"fedma"`` proceeds from the first
-    to the last group and compares incoming weights, biases and normalization.
-    ``"pfnm"`` proceeds from the last to the first group and compares outgoing weights and biases, and in the first
-    layer also incoming weights. Groups with fixed width are only permuted.
+    Permutation groups (sets of exchangeable neurons) are matched one after another. ``"fedma"`` starts with the first
+    group, and compares incoming weights, biases and normalization. ``"pfnm"`` starts with the last group, and compares
+    outgoing weights and biases, in the first layer also incoming weights. Groups with fixed width are only permuted.
 
-    Each network is matched with the earlier networks. With ``sweeps`` above 0, this first matching only permutes, and
-    two steps follow. First, an alignment improves the permutations by comparing all weights
-    (:func:`~lightning_fed.matching.align_networks`). Second, with ``"grow"``, a new matching adds neurons by comparing
-    all incoming weights (``"pfnm"``: all weights). BatchNorm's running statistics are averaged too, and should be
-    measured again with the merged network.
+    With ``sweeps`` above 0, the matching has more steps. First, neurons are matched one to one. Second, an alignment
+    improves the matching by comparing all weights (:func:`~lightning_fed.matching.align_networks`). Third, with
+    ``"grow"``, a new matching adds neurons. BatchNorm's running statistics are averaged, and should be measured again
+    with the merged network.
 
     Args:
         states: One state per network, with equal entries.
@@ -189,7 +187,7 @@ def match_states(
 
 
 def check_width_limit(name: str, value: WidthLimit) -> WidthLimit:
-    """Checks a limit for layer widths: ``None``, ``"auto"``, or a finite number of at least 1."""
+    """Checks a limit for layer widths: ``None``, ``"auto"``, or a number of at least 1."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is None or value == "auto" or (is_number and 1 <= value < float("inf")):
         return value

@@ -1,4 +1,4 @@
-"""Rules that trace neurons through operations without weights, one per kind of operation."""
+"""Rules to follow neurons through operations without weights."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ _AXIS_ORDERS = ("mT", "numpy_T", "permute", "swapaxes", "t", "transpose")
 
 
 def constant(tracer: Tracer, call: Call) -> Any:
-    """Traces the creation of a tensor with one repeated value, such as zeros: no element belongs to a neuron."""
+    """Handles tensors with one repeated value, such as zeros. No element belongs to a neuron."""
     return TracedActivation.filled(tracer.constant_id, call.shape)
 
 
 def same(tracer: Tracer, call: Call) -> Any:
-    """Traces operations that only change dtype, memory or name, so neuron ids do not change."""
+    """Follows neurons through operations that only change dtype, memory or name."""
     return call.args[0]
 
 
 def pointwise(tracer: Tracer, call: Call) -> Any:
-    """Traces elementwise operations: the elements of all operands at one position belong to one neuron."""
+    """Follows neurons through elementwise operations. Equal positions belong to one neuron."""
     return call.results(tracer.pointwise(call.tensors, call.shape))
 
 
 def pool(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through pooling, interpolation and padding over spatial dimensions, separately per channel."""
+    """Follows neurons through pooling, interpolation and padding over spatial dimensions."""
     activation = tracer.activation(call.tensors[0])
     number = re.search(r"(\d)d", call.name)
     assert number is not None
@@ -66,7 +66,7 @@ def pool(tracer: Tracer, call: Call) -> Any:
 
 
 def reduction(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through reductions, such as a sum over dimensions, and the maximum or minimum of two tensors."""
+    """Follows neurons through reductions, such as a sum, mean or maximum."""
     if len(call.tensors) > 1:
         return pointwise(tracer, call)
     activation = tracer.activation(call.tensors[0])
@@ -80,7 +80,7 @@ def reduction(tracer: Tracer, call: Call) -> Any:
 
 
 def softmax(tracer: Tracer, call: Call) -> Any:
-    """Traces neurons through softmax over one dimension. Neurons may only be permuted along this dimension."""
+    """Follows neurons through softmax over one dimension."""
     activation = tracer.activation(call.tensors[0])
     dim = call.arguments["dim"] % len(activation.shape)
     if dim in activation.varying:
@@ -89,7 +89,7 @@ def softmax(tracer: Tracer, call: Call) -> Any:
 
 
 def move(tracer: Tracer, call: Call) -> Any:
-    """Traces operations such as reshape, flip or slice: applies the operation to the tensor with the neuron ids."""
+    """Follows neurons through operations that move elements, such as reshape, flip or slice."""
     if any(isinstance(value, torch.dtype) for value in call.args):  # reinterpreted bytes
         return tracer.unknown_result(call)
     first = call.args[0]
@@ -137,7 +137,7 @@ def concatenation(tracer: Tracer, call: Call) -> Any:
 
 
 def padding(tracer: Tracer, call: Call) -> Any:
-    """Traces neurons through padding with a constant or with elements of the tensor."""
+    """Follows neurons through padding."""
     activation = tracer.activation(call.tensors[0])
     amounts = call.arguments["pad"]
     padded = {len(activation.shape) - 1 - index // 2 for index, amount in enumerate(amounts) if amount}

@@ -1,7 +1,8 @@
 r"""Permutes, selects and adds neurons in a network's state.
 
 A network computes the same function if a layer's neurons are permuted in all related values: rows in incoming weights,
-biases, normalization, and columns in outgoing weights.
+biases, normalization, and columns in outgoing weights. With weights :math:`W`, biases *b*, activation function
+:math:`\sigma` and a permutation matrix :math:`\Pi`,
 
 .. math:: W_2 \, \sigma(W_1 x + b_1) = (W_2 \Pi^\top) \, \sigma(\Pi W_1 x + \Pi b_1)
 
@@ -27,14 +28,14 @@ Role: TypeAlias = Literal["out", "in", "vec", "both"]
 
 
 class GroupEntry(NamedTuple):
-    """Positions of a permutation group's neurons (exchangeable neurons) on one axis of a parameter or buffer.
+    """Positions of a permutation group's neurons on one axis of a parameter or buffer.
 
     Attributes:
-        positions: Indices on the axis, int64, shape ``(neurons, copies)``; a flattened channel has several positions
-            (copies).
+        positions: Indices on the axis, int64, shape ``(neurons, copies)``. A neuron usually has one index. After
+            ``nn.Flatten``, a channel has one index per pixel.
         role: ``"out"`` for axes with neurons as outputs (rows of a weight), ``"in"`` for axes with neurons as inputs
             (columns), ``"vec"`` for one value per neuron (bias, normalization), ``"both"`` for tied embeddings.
-        length: Axis length, including the neurons of other permutation groups.
+        length: Axis length. The axis may also contain neurons of other groups, for example after a concatenation.
     """
 
     positions: Tensor
@@ -63,7 +64,7 @@ class PermutationGroup:
 
     @classmethod
     def over(cls, state: Mapping[str, Tensor], axes: Mapping[Axis, Role], size: int) -> PermutationGroup:
-        """Creates a group manually from whole axes of entries. The group is named after the first entry's layer.
+        """Creates a group manually from whole axes of entries. The first entry's layer gives the name.
 
         Args:
             state: Network entries.
@@ -84,20 +85,22 @@ class PermutationGroup:
             length = state[name].shape[axis]
             if size < 1 or length % size:
                 raise ValueError(
-                    f"Expected `size` to divide the length {length} of axis {axis} of {name!r}, but got {size}."
+                    f"Expected `size`, the number of neurons, to divide the length {length} of axis {axis} of "
+                    f"{name!r}, but got {size}."
                 )
             entries[name, axis] = GroupEntry(torch.arange(length).view(size, -1), role, length)
         return cls(next(iter(axes))[0].rpartition(".")[0], size, entries)
 
 
 def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> list[PermutationGroup]:
-    """Changes the number of neurons in each of a network's permutation groups (neurons permuted together).
+    """Changes the number of neurons in permutation groups. Computes only new positions, and changes no tensor.
 
     New neurons are placed after the group's existing neurons. If several groups share an axis (after a concatenation),
-    the positions of later groups shift. A group's size cannot change if ``is_growable`` is false or ``blocks`` above 1.
+    the positions of later groups shift. Some groups have a fixed size: with ``is_growable=False``, or several
+    ``blocks``.
 
     Raises:
-        ValueError: If the size of such a group would change, or the number of sizes is wrong.
+        ValueError: If a fixed size would change, or the number of sizes is wrong.
 
     Example:
         >>> state = {"weight": torch.zeros(1, 2)}
@@ -194,9 +197,10 @@ def slice_neurons(
 def grow_neurons(
     state: Mapping[str, Tensor], groups: Sequence[PermutationGroup], assignments: Sequence[Tensor], sizes: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Expands a network's state dict to a wider network. Existing neurons move to given indices; new neurons are 0.
+    """Expands a network's state dict to a wider network that computes the same function.
 
-    The network computes the same function. :func:`slice_neurons` with the same indices is the inverse.
+    Existing neurons move to given indices. New neurons are 0. :func:`slice_neurons` with the same indices is the
+    inverse.
 
     Args:
         state: Any network entries. Entries outside the groups are returned unchanged.
@@ -230,10 +234,9 @@ def grow_neurons(
 def neuron_features(
     state: Mapping[str, Tensor], group: PermutationGroup, roles: Sequence[Role] = ("out", "vec")
 ) -> dict[Axis, Tensor]:
-    """Returns each neuron's weights in a group: a matrix ``(neurons, features)`` for each entry and axis.
+    """Returns the weights of each neuron in a group, as one matrix ``(neurons, features)`` per entry and axis.
 
-    Entries with the neurons on two axes (an LSTM's hidden-to-hidden weights) are excluded, because these features
-    depend on the order of neurons. Integer entries and running statistics are also excluded. To use the result in
+    Integer entries, running statistics, and recurrent weights between neurons of the group are excluded. For
     :func:`~lightning_fed.matching.match_neurons`, concatenate the columns, and pass the column counts as ``blocks``.
 
     Args:
@@ -266,7 +269,7 @@ def neuron_features(
 
 
 def is_compared(name: str, value: Tensor) -> bool:
-    """True if an entry is used to compare neurons. Integer entries and running statistics are not used."""
+    """True if an entry is used to compare neurons, so not for integers and running statistics."""
     return value.is_floating_point() and name.rpartition(".")[2] not in ("running_mean", "running_var")
 
 
@@ -278,10 +281,10 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits a matrix by columns into blocks of consecutive numbers, read row by row; ``None`` if impossible.
+    """Splits a matrix by columns into blocks of consecutive numbers. Returns ``None`` if this is impossible.
 
-    Returns each block's first column, first number and number of columns: ``[[0, 1, 6], [2, 3, 7]]`` has the blocks
-    ``[[0, 1], [2, 3]]`` and ``[[6], [7]]``, so the result is ``[(0, 0, 2), (2, 6, 1)]``.
+    Returns each block's first column, first number and number of columns. For ``[[0, 1, 6], [2, 3, 7]]``, the blocks
+    are ``[[0, 1], [2, 3]]`` and ``[[6], [7]]``, so the result is ``[(0, 0, 2), (2, 6, 1)]``.
     """
     count, copies = positions.shape
     runs, column = [], 0
@@ -305,8 +308,7 @@ def _rearranged(
 ) -> dict[str, Tensor]:
     """Reorders, inserts and removes neurons in a state dict.
 
-    For each group (neurons that exchange places together), ``sources`` lists the old index of each new neuron, or -1
-    for a neuron that is new and filled with zeros.
+    For each group, ``sources`` lists the old index of each new neuron; -1 adds a neuron with zeros.
     """
     for group, source in zip(before, sources, strict=True):
         if group.blocks == 1:

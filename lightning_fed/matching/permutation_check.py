@@ -1,4 +1,4 @@
-"""Checks permutation groups (exchangeable neurons): permuting or adding neurons must not change the outputs."""
+"""Checks permutation groups by running the module with permuted neurons, or with additional neurons."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # tolerance relative t
 
 
 class PermutationCheck:
-    """Checks permutation groups by running the module. The checks change the module: use :func:`restored_afterwards`.
+    """Checks permutation groups by running the module. Use inside :func:`restored_afterwards`.
 
-    Random numbers are added to all values in the state and the inputs. Zeros and ones from the initialisation, or
-    channels without activity, would hide dependencies. The module runs in evaluation mode in float64, or in float32 if
-    float64 fails.
+    The module runs in evaluation mode in float64, or in float32 if float64 fails. Random numbers are added to the state
+    and the inputs, because zeros and ones could hide dependencies.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -43,13 +42,13 @@ class PermutationCheck:
         self._scale = max((float(output.abs().max()) for output in self._outputs if output.numel()), default=0.0)
 
     def find_not_invariant(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """Finds groups of neurons whose permutation changes the outputs; all groups if no output is finite."""
+        """Finds groups in which a permutation changes the outputs."""
         if not 0 < self._scale < float("inf"):
             return list(groups)
         return _find_failing(list(groups), self._is_variant)
 
     def find_fixed_width(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """Finds groups with fixed width: extra neurons (outgoing weights 0) raise an error or change the outputs."""
+        """Finds groups to which no neurons can be added, even with outgoing weights 0."""
         growable = [group for group in groups if group.is_growable]
         return _find_failing(growable, lambda growing: self._has_fixed_width(groups, growing))
 
@@ -127,7 +126,7 @@ class PermutationCheck:
 
 
 def split_inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Converts an example (a tensor, a tuple, or a dictionary) to positional and named inputs."""
+    """Converts an example input to positional and named inputs."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (example if isinstance(example, tuple) else (example,)), {}
@@ -135,7 +134,7 @@ def split_inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def restored_afterwards(module: nn.Module) -> Iterator[None]:
-    """Context manager for evaluation mode without gradients. On exit restores all tensors and attributes."""
+    """Context for evaluation mode without gradients. Restores all tensors and attributes on exit."""
     tensors = [*module.parameters(), *module.buffers()]
     values = [tensor.data for tensor in tensors]
     layers = [(layer, layer.training, dict(vars(layer))) for layer in module.modules()]
@@ -154,14 +153,14 @@ def restored_afterwards(module: nn.Module) -> Iterator[None]:
 def _find_failing(
     groups: list[PermutationGroup], fails: Callable[[list[PermutationGroup]], bool]
 ) -> list[PermutationGroup]:
-    """Finds by bisection the groups to remove until ``fails`` is false: both halves if only both together fail."""
+    """Finds groups to remove until ``fails`` is false, by testing halves of the list."""
     if not groups or not fails(groups):
         return []
     if len(groups) == 1:
         return groups
     half = len(groups) // 2
     failing = _find_failing(groups[:half], fails) + _find_failing(groups[half:], fails)
-    if not failing:
+    if not failing:  # only both halves together fail
         return groups
     return failing + _find_failing([group for group in groups if group not in failing], fails)
 

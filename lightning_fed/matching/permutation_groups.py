@@ -1,4 +1,4 @@
-"""Permutation groups for any module, derived by tracing operations: finds, checks, permutes and resizes neurons."""
+"""Finds, checks, permutes and resizes the permutation groups of any module."""
 
 from __future__ import annotations
 
@@ -62,14 +62,13 @@ class PermutationGroups:
     ) -> PermutationGroups:
         """Finds the permutation groups of a module.
 
-        The module is traced with `torch.export` in evaluation mode. Each position on a parameter's axis (a weight's
-        row, for example) is followed through the operations. Positions that contribute to the same element in an
-        activation belong to one neuron. Inputs, outputs and neurons in operations without a tracing rule are not
-        permuted, so groups may be missing but are never wrong.
+        The module is traced with `torch.export` in evaluation mode. Positions on parameter axes, such as a weight's
+        rows, are followed through the operations. Positions that contribute to the same element in an activation belong
+        to one neuron. Inputs, outputs and neurons in unknown operations are not permuted, so groups may be missing but
+        are never wrong.
 
-        Two checks then run the module with random values. The first check permutes all groups. If a group changes the
-        outputs by more than rounding (1e-9 of the largest output in float64), the group is removed with a warning. The
-        second check adds neurons to the groups. If an error or other outputs result, ``is_growable`` becomes false.
+        Two checks then run the module with random values. A group is removed with a warning if a permutation changes
+        the outputs by more than rounding errors. If neurons cannot be added to a group, ``is_growable`` becomes false.
 
         Args:
             module: Any module; restored afterwards. The operations of ``forward`` must not vary between calls. Unused
@@ -125,7 +124,7 @@ class PermutationGroups:
 
     @property
     def names(self) -> list[str]:
-        """Group names: the layer with the neurons as outputs, or if ambiguous an entry's name or a position."""
+        """Names of the groups: usually the layer with the neurons as outputs."""
         return [group.name for group in self.groups]
 
     @property
@@ -160,7 +159,7 @@ class PermutationGroups:
     def features(
         self, state: Mapping[str, Tensor], name: str, roles: Sequence[Role] = ("out", "vec")
     ) -> dict[Axis, Tensor]:
-        """Each neuron's weights, as one matrix per axis: see :func:`~lightning_fed.matching.neuron_features`."""
+        """Returns weights by axis, one row per neuron, see :func:`~lightning_fed.matching.neuron_features`."""
         return neuron_features(state, self[name], roles)
 
     def tie(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Stages (sets of layers) for matching neurons layer by layer: a stage is matched in one round, then frozen."""
+"""Splits a network into stages: layers whose neurons FedMA matches in one round and then freezes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ StageChoice: TypeAlias = Literal["auto"] | int | Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers that FedMA matches in one round: the names of the permutation groups and of the state dict entries."""
+    """Layers that FedMA matches in one round, as names of permutation groups and state dict entries."""
 
     groups: tuple[str, ...]
     entries: tuple[str, ...]
@@ -28,12 +28,12 @@ class Stage:
 
 
 def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageChoice = "auto") -> list[Stage]:
-    """Splits a network into stages (sets of layers matched in one round), first to last.
+    """Splits a network into stages: sets of layers matched in one round, first to last.
 
-    Each state dict entry belongs to one stage. A stage contains all layers that compute the neurons of one permutation
-    group: one layer in a chain (as in FedMA, ICLR 2020, Algorithm 1), or all ResNet blocks with outputs added by skip
-    connections. If a layer's outputs cannot be permuted, the layer belongs to the next layer's stage. Layers after the
-    last permuted neurons, such as the output layer, form the last stage.
+    A stage contains all layers that compute the neurons of one permutation group. In a chain of layers this is one
+    layer, as in FedMA (ICLR 2020, Algorithm 1). In a ResNet these are all blocks with outputs added by skip
+    connections. A layer whose outputs cannot be permuted belongs to the next layer's stage. Layers after the last
+    permuted neurons form the last stage.
 
     Args:
         groups: Permutation groups of the network.
@@ -75,7 +75,7 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
 
 
 def check_stages(choice: StageChoice) -> StageChoice:
-    """Raises ``ValueError`` if ``choice`` is not a valid argument of :func:`find_stages` (sets of layers to match)."""
+    """Raises ``ValueError`` if ``choice`` is not a valid argument of :func:`find_stages`."""
     if isinstance(choice, Sequence) and not isinstance(choice, str):
         is_right = len(choice) > 0 and all(_are_patterns(patterns) for patterns in choice)
     else:
@@ -89,7 +89,11 @@ def check_stages(choice: StageChoice) -> StageChoice:
 
 
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
-    """Finds the output layers' entries: used after all permuted neurons, with as many rows as the last used entry."""
+    """Finds the names of the output layers' entries.
+
+    These entries are used after all permuted neurons, and have as many rows as the entry used last. ``form`` contains a
+    tensor for each name.
+    """
     order = {name: index for index, name in enumerate(groups.order)}
     makers = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}
     last = max((index for name, index in order.items() if name in makers or name not in form), default=-1)
@@ -154,8 +158,8 @@ def _stages_from_patterns(
         readers = {stage_of[name] for name, _ in group.entries if name in stage_of}
         if len(makers) > 1 or min(readers) < min(makers):
             raise OptionError(
-                f"Expected all layers that compute the neurons of {group.name!r} in one of `stages`, and all layers "
-                f"that read these neurons in the same or a later stage, but got stages {sorted(readers | makers)}."
+                f"Expected one of `stages` for all layers that compute the neurons of {group.name!r}, and no earlier "
+                f"stage for layers that read these neurons, but got stages {sorted(readers | makers)}."
             )
         group_of[group.name] = makers.pop()
     stages = [

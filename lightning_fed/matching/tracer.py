@@ -1,4 +1,4 @@
-"""Traces neuron ids through a network's operations."""
+"""Finds permutable neurons: gives neurons ids, and follows the ids through a network's operations."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Rule: TypeAlias = Callable[["Tracer", "Call"], Any]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One operation in a traced network. Instead of tensors the arguments contain neuron ids.
+    """One operation in a traced network, with neuron ids instead of tensors.
 
-    ``arguments`` contains all arguments by name. ``shapes`` contains the shape of each result, or ``None`` for a result
-    that is not a tensor.
+    ``arguments`` contains all arguments by name. ``shapes`` contains each result's shape, or ``None`` for other results
+    than tensors.
     """
 
     name: str
@@ -59,18 +59,23 @@ class Call:
         return self.results(*[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes])
 
     def results(self, *activations: TracedActivation | None) -> Any:
-        """Arranges activations as in the operation's return value, with ``None`` for the results without activation."""
+        """Puts traced activations into the operation's return structure, with ``None`` for other results."""
         filled = [*activations, *[None] * (len(self.shapes) - len(activations))]
         return filled if self.has_many else filled[0]
 
 
 class Tracer:
-    """Traces a network to find the positions on parameter axes that belong to the same neuron. Each position has an id.
+    """Finds the positions on parameter axes that belong to the same neuron.
 
-    The tracer unites one neuron's ids, and pins the ids if a neuron must not be permuted. ``axes`` maps each
-    parameter axis to ids, and ``roles`` maps each axis to uses: neurons as outputs (``"out"``), as inputs (``"in"``),
-    or with one value each (``"vec"``). ``elements`` maps parameters with one id per element to these ids. ``unknown``
-    counts calls of operations without a rule; all neurons in the inputs of such a call are pinned.
+    Each position, such as a row in a weight, has a neuron id. The ids for one neuron are merged. Pinned ids mark
+    neurons with a fixed order.
+
+    Attributes:
+        axes: Neuron ids by parameter axis, one for each position.
+        roles: Uses by parameter axis: neurons as outputs (``"out"``), as inputs (``"in"``), or one value per neuron
+            (``"vec"``).
+        elements: Neuron ids by parameter, one for each element, if the parameter is not used along one axis.
+        unknown: Number of calls by operation, for operations without a rule. Neurons in such operations are pinned.
     """
 
     def __init__(self, state: Mapping[str, Tensor], rules: Mapping[str, Rule]) -> None:
@@ -83,7 +88,8 @@ class Tracer:
         self.constant_id = NEUTRAL
 
     def run(self, program: ExportedProgram, names: Mapping[str, str], constants: Mapping[str, Tensor]) -> None:
-        """Traces a program. ``names``: state dict names by tensor path. ``constants``: all other tensors by path."""
+        """Follows neurons through an exported program."""
+        # Both arguments are by tensor path: names in the state dict, and tensors outside the state dict.
         signature = program.graph_signature
         targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         targets |= getattr(signature, "inputs_to_lifted_tensor_constants", {})
@@ -118,7 +124,7 @@ class Tracer:
     # --- parameters ---------------------------------------------------------------------------------------------------
 
     def axis(self, view: ParameterView, dim: int, role: str) -> Tensor:
-        """Returns the neuron ids on axis ``dim`` of a parameter. Adds ``role`` (such as ``"in"``) to ``roles``."""
+        """Returns the neuron ids on axis ``dim`` of a parameter, and adds ``role`` to the roles of the axis."""
         key = view.name, view.axes[dim]
         if key not in self.axes:
             self.axes[key] = self.union_find.add(view.shape[dim])
@@ -160,7 +166,7 @@ class Tracer:
     # --- helpers for rules -----------------------------------------------------------------------------------------
 
     def along(self, value: TracedActivation | ParameterView, dim: int) -> Tensor:
-        """Unites the neuron ids of all elements with the same index along ``dim``. Returns one id for each index."""
+        """Merges the ids at the same index along ``dim``. Returns one id for each index."""
         activation = self.activation(value)
         dim %= len(activation.shape)
         remaining_dims = [index for index in range(len(activation.shape)) if index != dim]
@@ -180,7 +186,7 @@ class Tracer:
         self.union_find.unite(axis_ids, torch.where(ids == NEUTRAL, PINNED, ids))
 
     def couple_vectors(self, values: Iterable[Any], ids: Tensor) -> None:
-        """Assigns element *i* of each vector in ``values`` (a bias, or ``None`` to skip) to neuron ``ids[i]``."""
+        """Assigns element *i* of each vector, such as a bias, to neuron ``ids[i]``. Skips ``None``."""
         for value in values:
             if isinstance(value, TracedActivation | ParameterView):
                 vector = self.activation(value)
@@ -200,7 +206,7 @@ class Tracer:
         return result
 
     def reduced(self, activation: TracedActivation, dims: set[int]) -> TracedActivation:
-        """Returns the activation after a reduction, such as a sum, over ``dims``. These dimensions keep length 1."""
+        """Returns the activation after a reduction over ``dims``, which keep length 1."""
         inner, outer = activation.varying & dims, activation.varying - dims
         if inner and outer:  # sum over branches with common neurons
             activation, inner = self.coupled(activation, dims), set()
@@ -211,7 +217,7 @@ class Tracer:
         return TracedActivation.filled(PINNED, shape)
 
     def keep_within(self, activation: TracedActivation, dims: set[int]) -> None:
-        """Restricts permutations to neurons with the same index along ``dims``, such as one group of a convolution."""
+        """Allows permutations only among neurons with the same index along ``dims``."""
         ordered = [*sorted(dims), *sorted(set(range(activation.ids.ndim)) - dims)]
         count = torch.Size([activation.ids.shape[dim] for dim in dims]).numel()
         if activation.varying <= dims or count > _MOST_REGIONS:
@@ -234,7 +240,8 @@ class Tracer:
     def _combine(
         self, first: TracedActivation, first_broad: set[int], second: TracedActivation, second_broad: set[int]
     ) -> TracedActivation:
-        """Unites two operands' neuron ids, as in ``first + second``. ``..._broad``: the operand's broadcast axes."""
+        """Merges the neuron ids at equal positions in two operands, as in ``first + second``."""
+        # Broadcasting expands the axes in `first_broad` and `second_broad`.
         for operand, partner in ((first, second), (second, first)):
             if bool((operand.ids == NEUTRAL).all()):
                 return partner

@@ -1,1 +1,1 @@
-"""FedBuff and FedAsync: asynchronous training, in virtual time or in a recorded sequence of update arrivals."""
+"""Asynchronous federated training: FedBuff and FedAsync."""

@@ -1,4 +1,4 @@
-"""Arrival times of client updates: simulated by a virtual clock, or read from a file."""
+"""Arrival times of client updates in asynchronous training."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _CLIENT, _VISIT, _START = range(100, 103)
 
 @dataclass(frozen=True)
 class Durations:
-    r"""Simulated durations of clients' training, a pure function of seed, client and model version.
+    r"""Simulated durations of the clients' local training.
 
     Training with :math:`n` batches takes :math:`e + n b \exp(\sigma z_k + \tau z_{k,v})` seconds. The standard normal
-    numbers :math:`z_k` and :math:`z_{k,v}` depend on client :math:`k`, and on client and model version :math:`v`. To
-    use measured durations, override :meth:`seconds` in a subclass.
+    number :math:`z_k` is drawn once per client :math:`k`, and :math:`z_{k,v}` once per client and model version
+    :math:`v`. Equal seeds give equal durations. To use measured durations, override :meth:`seconds` in a subclass.
 
     Args:
         batch: Median seconds per batch, :math:`b`.
         spread: Standard deviation :math:`\sigma` of log durations over clients; 0 if all clients are equally fast.
-        jitter: Standard deviation :math:`\tau` of log durations over one client's trainings.
+        jitter: Standard deviation :math:`\tau` of one client's log durations.
         exchange: Seconds for messages per training, :math:`e`.
 
     Raises:
@@ -57,7 +57,7 @@ class Durations:
             check_nonnegative(name, value)
 
     def seconds(self, seed: int, client: Client, version: int, batches: int) -> float:
-        """Simulated seconds from sending global model ``version`` to a client until the client's update arrives."""
+        """Returns the simulated seconds from sending a global model to receiving the client's update."""
         key = client_key(client)
         speed = np.random.default_rng([seed, _CLIENT, key]).standard_normal()
         chance = np.random.default_rng([seed, _VISIT, key, version]).standard_normal()
@@ -65,7 +65,7 @@ class Durations:
 
 
 class Arrival(NamedTuple):
-    """One client's training: simulated arrival time of the update, running number, client, initial model's version."""
+    """One client's training, with arrival time, running number, and version of the received model."""
 
     seconds: float
     number: int
@@ -83,22 +83,22 @@ class Order(ABC):
 
     @abstractmethod
     def arrivals(self, round: int, schedule: Schedule, population: Population) -> Sequence[Arrival]:
-        """Returns the trainings with an update in round ``round``, in the order of the updates' arrival."""
+        """Returns the arrivals in a round, in order."""
 
     @abstractmethod
     def versions(self, round: int) -> Collection[int]:
-        """Returns the global model versions from which clients still train when round ``round`` starts."""
+        """Returns the model versions in use by unfinished trainings at the start of a round."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
-        """Restores the clients in training from :meth:`state_dict`. In the base class the state is empty."""
+        """Restores the state from :meth:`state_dict`. The base class has no state."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """State of the simulated clock before a round: time, number of started trainings, and unfinished trainings."""
+    """Simulated time, number of started trainings, and unfinished trainings before a round."""
 
     round: int = 0
     seconds: float = 0.0
@@ -171,7 +171,10 @@ class VirtualOrder(Order):
 
 
 class RecordedOrder(Order):
-    """Arrival order from a file. A line is a JSON list: round, client, start model version, and the update's hash."""
+    """Arrival order from a file.
+
+    Each line is a JSON list: round, client, version of the client's initial model, and the update's hash.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -195,10 +198,9 @@ class RecordedOrder(Order):
 
 
 class NetworkOrder(Order):
-    """Arrival order on a network: client updates arrive in real time.
+    """Order of updates from clients on a network, in real time.
 
-    A failed round does not reset the order, because clients do not send updates again. Only a restarted server
-    loads an earlier order, from the checkpoint.
+    The object remembers the clients in training. A restarted server loads these clients from a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -215,7 +217,10 @@ class NetworkOrder(Order):
     def start(
         self, schedule: Schedule, clients: Sequence[Client], busy: Collection[Client], version: int
     ) -> list[Client]:
-        """Draws and returns new clients, outside ``busy``, for model ``version``: ``clients_per_round`` then train."""
+        """Draws idle clients until ``clients_per_round`` clients train, and returns the new clients.
+
+        Clients in ``busy`` are not drawn. The new clients start from model ``version``.
+        """
         free = schedule.cohort_size(len(clients)) - len(self.flying)
         drawn = _draw(clients, {*busy, *self.flying}, free, schedule.seed, self._started)
         self.flying |= dict.fromkeys(drawn, version)
@@ -227,13 +232,13 @@ class NetworkOrder(Order):
         return {"clients": clients, "versions": list(self.flying.values()), "started": self._started}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self._is_running:
+        if not self._is_running:  # after a failed round, clients do not send updates again
             self.flying = dict(zip(state.get("clients", ()), state.get("versions", ()), strict=True))
             self._started = state.get("started", 0)
 
 
 def read_lines(path: str) -> Iterator[list[Any]]:
-    """Yields the lines in an arrival order file. An incomplete last line, without a line break, is skipped."""
+    """Yields the complete lines in a file with an arrival order."""
     for line in Path(path).read_text().splitlines(keepends=True):
         if line.endswith("\n"):
             yield json.loads(line)

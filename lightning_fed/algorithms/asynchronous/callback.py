@@ -1,4 +1,4 @@
-"""Checks the settings of an asynchronous fit, and records the arrival order of the updates."""
+"""Checks an asynchronous fit's settings, and records the order of updates."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_fed.messages import plain_keys
 
 
 class AsynchronousRounds(FederatedCallback):
-    """Refuses settings without support in asynchronous rounds, and writes the order of arriving updates to a file.
+    """Checks the settings of an asynchronous fit, and writes the order of updates to a file.
 
-    If the fit replays an order from an earlier fit, the callback compares both orders.
+    If the fit replays a recorded order, the callback compares both orders.
 
     Args:
         rule: The federation's asynchronous rule.

@@ -1,4 +1,4 @@
-"""FedBuff and FedAsync: the server updates the global model after a few arrivals and does not wait for slow clients.
+"""FedBuff and FedAsync: the server updates the model without waiting for slow clients.
 
 Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek & Huba, "Federated Learning with Buffered Asynchronous Aggregation",
 AISTATS 2022. https://arxiv.org/abs/2106.06639
@@ -36,23 +36,23 @@ Staleness: TypeAlias = float | Sequence[float]
 
 
 class AsynchronousRule(AveragingAggregator):
-    r"""Base class of asynchronous rules: a round ends after ``buffer`` updates, trained from different model versions.
+    r"""Base class of asynchronous rules: each round ends after ``buffer`` updates.
 
     At any time ``clients_per_round`` clients train, by default all clients. When an update arrives, another client
-    starts from the newest model. The client with the arrived update starts again only after the round, from the next
-    model. If a client starts from model version :math:`r`, and the update arrives in round :math:`v`, the staleness is
-    :math:`\tau = v - r`. Every round increases the model's version by one, even if the round fails.
+    starts from the newest model. The sender can start again after the round.
 
-    A simulation computes a client's training in round :math:`v`, the round of the simulated arrival: from the stored
-    model :math:`r`, with round v's learning rate. Measurements of BatchNorm statistics take no simulated time.
+    Every round increases the model's version by one, even if the round fails. If a client starts from version
+    :math:`r`, and the update arrives in round :math:`v`, the update's staleness is :math:`\tau = v - r`.
+
+    A simulation computes this training in round :math:`v`, from the stored model :math:`r`, with round v's learning
+    rate. BatchNorm measurements take no simulated time.
 
     Args:
         buffer: Number of updates per round.
         staleness: Exponent :math:`a` of the weight :math:`s(\tau) = (1 + \tau)^{-a}`, 0 for constant weights. A pair
             :math:`(a, b)` sets hinge weights: 1 for :math:`\tau \le b`, otherwise :math:`1 / (a (\tau - b) + 1)`.
         durations: Simulated durations, from sending the model to receiving the update.
-        record: Path of a new file for the arrival order. A line contains round, client, start model's version and
-            update's hash.
+        record: Path of a new file for the arrival order.
         replay: Path of a file written with ``record``. Updates arrive in this order instead of the simulated order.
     """
 
@@ -81,13 +81,13 @@ class AsynchronousRule(AveragingAggregator):
 
     @abstractmethod
     def reference(self, start: State) -> State:
-        """Returns the model to subtract from a client's trained model, to obtain the update.
+        """Returns the model to subtract from a client's trained model.
 
-        FedBuff returns ``start``, the client's model before training; FedAsync returns the current global model.
+        FedBuff returns ``start``, the client's model before training. FedAsync returns the current global model.
         """
 
     def factor(self, staleness: int) -> float:
-        """Weight of a client's update in the mean, at least 0. ``staleness``: number of newer global models."""
+        """Returns an update's weight. ``staleness`` counts the global models since the client's start."""
         if isinstance(self.staleness, float):
             return float((1 + staleness) ** -self.staleness)
         slope, limit = self.staleness
@@ -178,14 +178,16 @@ class AsynchronousRule(AveragingAggregator):
 
 @register
 class FedBuff(AsynchronousRule):
-    r"""Buffered asynchronous averaging: a new global model after every :math:`K` updates (Nguyen et al., 2022).
+    r"""Computes a new global model after every ``buffer`` client updates (Nguyen et al., 2022).
 
     .. math:: x_{v+1} = x_v + \frac{1}{K} \sum_{j=1}^{K} s(\tau_j) (y_j - x_{v - \tau_j}), \qquad
         s(\tau) = (1 + \tau)^{-1/2}
 
-    Entries without training, such as running statistics, move towards the client's values, as in :class:`FedAsync`. If
-    the buffer size equals the number of clients, a round equals a synchronous round bit for bit. For a server step size
-    other than 1 use ``Method("fedbuff", steps=[ServerOptimizer("SGD", lr=0.5)])``. See :class:`AsynchronousRule`.
+    Here :math:`y_j` is a client's trained model, and :math:`\tau_j` counts the new global models since the client's
+    start. Entries without training, such as running statistics, move towards the client's values, as in
+    :class:`FedAsync`. If the buffer size equals the number of clients, a round equals a synchronous round bit for bit.
+    For a server step size other than 1 use ``Method("fedbuff", steps=[ServerOptimizer("SGD", lr=0.5)])``. See
+    :class:`AsynchronousRule`.
 
     - Sends: 1 model down, 1 up.
     - Keeps: on the server 1 model for each version from which a client still trains.
@@ -227,7 +229,7 @@ class FedBuff(AsynchronousRule):
 
 @register
 class FedAsync(AsynchronousRule):
-    r"""Asynchronous mixing: the model changes after each arrival (Xie, Koyejo & Gupta, 2019).
+    r"""Mixes each arriving client model into the global model (Xie, Koyejo & Gupta, 2019).
 
     .. math:: x_{v+1} = (1 - \alpha_\tau) x_v + \alpha_\tau y, \qquad \alpha_\tau = \alpha s(\tau)
 

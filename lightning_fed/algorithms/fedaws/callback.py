@@ -1,4 +1,4 @@
-"""Server side of FedAwS (Algorithm 1): increases the distances between class vectors (rows of the last layer)."""
+"""FedAwS on the server (Algorithm 1): separates class vectors."""
 
 from __future__ import annotations
 
@@ -26,30 +26,28 @@ _COMPARISON = 5  # random stream separate from the schedule's streams
 
 
 class SpreadOut(FederatedCallback):
-    r"""Increases distances between class vectors (rows of the last layer), with one gradient step after each round.
+    r"""Increases the distances between class vectors, the rows of the last layer, after each round.
 
     .. math:: W \leftarrow \tilde W - \lambda \eta \nabla_W \, \mathrm{reg}(\tilde W)
 
-    Here :math:`\tilde W` is the last layer's weight after averaging. This callback is the server side of FedAwS. The
-    clients only have positive labels, so local losses do not separate a client's classes from other classes. All
-    averaging rules are supported. Server momentum ignores this step. Reference: Yu et al., ICML 2020, Algorithm 1,
-    equations 7 and 8.
+    Here :math:`\tilde W` is the last layer's weight after averaging. In FedAwS, clients only have positive labels, so
+    local losses do not separate a client's classes from other classes. All averaging rules are supported. Server
+    momentum ignores this step. Reference: Yu et al., ICML 2020, Algorithm 1, equations 7 and 8.
 
-    The authors use unit vectors. This implementation keeps each class vector's length. Without this correction the step
-    would lengthen the vectors, and training rotates long vectors more slowly.
+    The authors use unit vectors. This implementation keeps each class vector's length, because longer vectors train
+    more slowly.
 
     The variant ``"top_k"`` separates each class of the round from the nearest classes
-    (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`). The classes of a round are the classes whose rows at
-    least one client received, or all classes if clients receive the whole layer. The variant ``"margin"`` separates all
-    pairs of classes (:func:`~lightning_fed.algorithms.fedaws.spreadout_margin`).
+    (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`). A round's classes are the classes received by at least
+    one client. The variant ``"margin"`` separates all pairs of classes
+    (:func:`~lightning_fed.algorithms.fedaws.spreadout_margin`).
 
     Args:
         variant: ``"top_k"`` or ``"margin"``.
         k: Number of nearest classes for ``"top_k"``; the authors use 10, and 100 for very many classes.
-        strength: Strength :math:`\lambda`. The authors report 10 to 100 as good values. Tune this value: the angle of
-            rotation per step is proportional to ``strength * lr * k``, divided by the squared vector length. With 964
-            untrained class vectors (64 dimensions, length 0.57, ``lr=0.03``, ``k=10``), strength 10 rotated the vectors
-            by 67 degrees per round and undid the training; 0.1 was best.
+        strength: Strength :math:`\lambda`. The authors report 10 to 100 as good values. Tune this value: a step rotates
+            vectors by an angle proportional to ``strength * lr * k``, divided by the squared vector length. For
+            untrained vectors of length 0.57, strength 10 undid the training, and 0.1 was best.
         margin: Cosine distance :math:`\nu` below which ``"margin"`` separates two class vectors.
         lr: Learning rate :math:`\eta`; if ``None``, the layer's learning rate in this round's local training.
         comparison: Number of classes to draw per round for the nearest-class search with ``"top_k"``; if ``None``, all.

@@ -1,4 +1,4 @@
-"""FedAwS as a method: clients train with only positive labels, and the server separates the class vectors."""
+"""FedAwS as a method."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from lightning_fed.numerics.row_sums import RowWeighting
 
 @register
 class FedAwS(Method):
-    """Clients train with only positive labels, and the server separates class vectors (rows of the last layer).
+    """Trains clients with only positive labels, and separates class vectors on the server.
 
-    A client's loss is a softmax over the client's classes (:class:`~lightning_fed.callbacks.SampledSoftmax` with
-    ``objective="posonly"``), and the server takes a gradient step with :class:`~lightning_fed.callbacks.SpreadOut`
-    after every round. Reference: Yu et al., "Federated Learning with Only Positive Labels", ICML 2020. In the paper
-    each client has one class and another loss; the softmax over positive classes follows the FedSS paper.
+    Class vectors are rows of the last layer. A client's loss is a softmax over the client's classes
+    (:class:`~lightning_fed.callbacks.SampledSoftmax` with ``objective="posonly"``). The server takes a gradient step
+    with :class:`~lightning_fed.callbacks.SpreadOut` after every round. Reference: Yu et al., "Federated Learning with
+    Only Positive Labels", ICML 2020. In the paper each client has one class and another loss; the softmax over positive
+    classes follows the FedSS paper.
 
     - Sends: the model both ways, with class vectors only for the client's classes.
     - Keeps: on the server the momentum, one float64 number per model parameter.

@@ -1,4 +1,4 @@
-"""FedAwS: regularisers that separate class vectors, the rows of a classifier's weight (equations 7 and 8)."""
+"""FedAwS: regularisers that separate class vectors (equations 7 and 8)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_fed.numerics.precision import at_least_float32
 
 
 def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
-    r"""Sum of squared margin violations over all ordered pairs of class vectors (equation 7), a scalar.
+    r"""Computes the squared margin violations, summed over all pairs of class vectors.
 
     .. math:: \sum_{c} \sum_{c' \ne c} \max \left( 0,\, \nu - d(w_c, w_{c'}) \right)^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}
@@ -44,14 +44,14 @@ def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
 
 
 def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor | None = None) -> Tensor:
-    r"""Negative sum of squared distances of class vectors from the nearest class vectors (equation 8), a scalar.
+    r"""Computes the negative sum of squared distances between nearest class vectors.
 
     .. math:: \sum_{c \in C} \sum_{c' \in N_k(c)} - d(w_c, w_{c'})^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}
 
     Here :math:`N_k(c)` contains the *k* classes nearest to *c* among the candidates. The gradient treats the set of
     neighbours as constant, and moves both vectors of each pair. A zero vector has distance 1 to all others. Reference:
-    Yu et al., ICML 2020.
+    Yu et al., ICML 2020, equation 8.
 
     Args:
         weight: One vector per class, shape ``(n, d)``, with any length. Gradients pass through the normalisation.

@@ -8,7 +8,7 @@ from lightning_fed.rule import AveragingAggregator
 
 
 class FedDANE(AveragingAggregator):
-    r"""Average over client models that are trained with corrected gradients, weighted by numbers of examples.
+    r"""Averages client models trained with corrected gradients.
 
     Each round draws two samples of clients. The clients in the first sample send full gradients at :math:`w_t`; their
     weighted mean is :math:`g_t`. The second sample is the round's cohort, and minimises

@@ -1,4 +1,4 @@
-"""FedDANE on the clients: adds the difference between global and local gradient to each training gradient."""
+"""FedDANE on the clients: corrects gradients by the difference to the global gradient."""
 
 from __future__ import annotations
 
@@ -40,21 +40,18 @@ _PREFIX = "gradient:"
 class GradientCorrection(GradientTerm):
     r"""Adds :math:`g_t - \nabla F_k(w_t)` to the gradients in every optimizer step.
 
-    At the start of a round, a second sample of clients, as large as the cohort
-    (:meth:`Schedule.second_draw <lightning_fed.server.schedule.Schedule.second_draw>`), computes the global model's
+    At the start of a round, a second sample of clients
+    (:meth:`Schedule.second_draw <lightning_fed.server.schedule.Schedule.second_draw>`) computes the global model's
     gradients on all local data. The mean of these gradients, weighted by examples, is :math:`g_t`. The server sends
-    :math:`g_t` to the cohort, and each cohort client computes :math:`\nabla F_k(w_t)` before training. Reference: Li et
-    al., Asilomar 2019, "FedDANE".
+    :math:`g_t` to the round's cohort. Each cohort client computes the local gradient :math:`\nabla F_k(w_t)` before
+    training. Reference: Li et al., Asilomar 2019, "FedDANE".
 
-    If a client's data cannot be loaded, a client in the gradient sample is skipped with a warning, and a client in the
-    cohort is excluded from the round. If no client in the gradient sample answers, the round fails. An error in the
-    module ends the fit.
+    A client with unreadable data is skipped in the second sample, and excluded from the round in the cohort. If no
+    client in the second sample answers, the round fails.
 
     ``training_step`` computes these gradients in evaluation mode, so dropout adds no noise. BatchNorm uses batch
-    statistics as in training, but running statistics do not change. Batches are loaded in the main process. Data
-    loaders with persistent workers are refused, because such loaders allow only one pass at a time. The correction
-    applies to shared parameters, see :class:`~lightning_fed.callbacks.ProximalTerm`; the logged loss excludes the
-    correction.
+    statistics, and running statistics do not change. Data loaders with persistent workers are refused. The correction
+    applies to shared parameters, and the logged loss excludes the correction.
 
     Raises:
         MisconfigurationException: In ``fit``, if the module uses manual optimization.
@@ -184,10 +181,10 @@ def full_gradient(
     batches: Iterable[Any],
     is_reloaded: bool = False,
 ) -> State:
-    """Computes the gradients of the loss over all batches by parameter name; batches are weighted by example counts.
+    """Computes the gradients of the loss over all batches, by parameter name.
 
-    The gradient of an unused parameter is zero. The result is empty if no batch has a loss. Set ``is_reloaded`` if the
-    caller loads the module's parameters and buffers afterwards; the function then does not restore their values.
+    Batches are weighted by example counts. Unused parameters have zero gradients. The result is empty if no batch has a
+    loss. With ``is_reloaded`` the function does not restore the module's state.
     """
     normalizing = [layer for layer in batch_norm_layers(module).values() if layer.training]  # frozen layers stay frozen
     recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase) and layer.training]

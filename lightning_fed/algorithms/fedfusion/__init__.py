@@ -1,4 +1,4 @@
-"""FedFusion: fuses a client's features with features of the received global model; the server averages as in FedAvg.
+"""FedFusion: fuses a client's features with the received global model's features.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019.
 """

@@ -1,4 +1,4 @@
-"""FedFusion on the clients (Algorithm 1): fuses a client's features with features of the received global model."""
+"""FedFusion on the clients (Algorithm 1): fuses the features of client model and global model."""
 
 from __future__ import annotations
 
@@ -43,32 +43,33 @@ _OPERATOR_STREAM = 1001  # random stream separate from the schedule's streams
 
 
 class FeatureFusion(FederatedCallback):
-    r"""Fuses features of client model and global model before the classifier: :math:`L = C \circ F \circ (E_l, E_g)`.
+    r"""Fuses the features of client model and global model before the classifier.
 
-    ``setup`` adds the submodule ``feature_fusion`` with the operator :math:`F` to the module, initialised with the
-    federation's seed; see :func:`~lightning_fed.modules.fuse`. At the start of local training, the client copies the
-    received extractor to :math:`E_g`, frozen and never sent. The client trains :math:`E_l`, :math:`F` and :math:`C`,
-    which any averaging rule can average. Messages also contain the parameters of :math:`F`: for n channels 1 number per
-    level with ``"single"``, n with ``"multi"``, and 2 n^2 + n with ``"conv"``. ``personal=["feature_fusion.*"]`` keeps
-    :math:`F` on the clients. After the fit :func:`~lightning_fed.modules.unwrap` removes the fusion. Reference: Yao et
-    al., ICIP 2019, Algorithm 1.
+    The model becomes :math:`L = C \circ F \circ (E_l, E_g)`, with the classifier :math:`C`, the fusion operator
+    :math:`F` and two feature extractors. :math:`E_l` is trained. :math:`E_g` is a frozen copy of the received global
+    model's extractor, and is never sent. Any averaging rule can average :math:`E_l`, :math:`F` and :math:`C`.
+
+    ``setup`` adds :math:`F` to the module as the submodule ``feature_fusion``, see :func:`~lightning_fed.modules.fuse`.
+    After the fit :func:`~lightning_fed.modules.unwrap` removes the fusion. To keep :math:`F` on the clients, set the
+    federation's ``personal=["feature_fusion.*"]``. Reference: Yao et al., ICIP 2019, Algorithm 1.
 
     Args:
         at: Name of the layer with the features as output, or ``"auto"``, see
             :func:`~lightning_fed.modules.find_extractor`.
-        operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"`` for federated averaging.
-        levels: If the layer returns several tensors: positions or keys of the tensors to fuse, each with a separate
-            operator; ``"all"`` for all tensors except the input data.
+        operator: ``"conv"`` (about 2 n^2 parameters for n channels), ``"multi"`` (n parameters), ``"single"`` (1
+            parameter), or ``"none"`` for federated averaging.
+        levels: If the layer returns several tensors (levels): positions or keys of the levels to fuse, each with a
+            separate operator; ``"all"`` for all tensors except the input data.
         channels: Number of channels, or a list for several levels; ``"infer"`` runs the network to find the channels.
         network: Name of the module called with the data; ``"auto"`` searches for the module.
         ema: Share :math:`\mu` of the previous weights in the moving average for "multi" and "single", see
             :func:`~lightning_fed.algorithms.fedfusion.smooth_weight`.
         eval_reference: Source of :math:`E_g` in evaluations of the global model: the previous global model
             (``"previous"``, as in the authors' program), or the evaluated model (``"current"``, for deployment). With
-            ``"current"`` the fusion weights of "multi" and "single" have no effect.
+            ``"current"`` both features are equal, so the weights of "multi" and "single" have no effect.
         cache_global_features: Whether to cache :math:`E_g(x)` for a client's examples, if local training has several
-            epochs. The cache needs memory for the features of one client's examples. Augmented examples change in each
-            epoch and are computed again. The cache is disabled if the second epoch finds no cached example.
+            epochs. The cache needs memory for the features of one client's examples. Augmented examples are computed
+            again.
         conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Whether to add a bias to "conv".
         channel_axis: Position of the channel axis; ``None`` infers the position.
@@ -84,11 +85,11 @@ class FeatureFusion(FederatedCallback):
         >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[FeatureFusion(operator="conv")], logger=False)
 
     Note:
-        Logged values for each fused tensor (level): with "multi" and "single" ``fedfusion/<level>/lambda`` (the mean
-        weight) and ``fedfusion/<level>/largest_lambda`` (the largest absolute weight); with "conv"
-        ``fedfusion/<level>/global_share``, the share of the squared weights that apply to global features. If
-        ``eval_reference`` is "previous", the checkpoint state contains the previous global model's extractor
-        (``reference``).
+        Logs for each fused tensor (level), with "multi" and "single": ``fedfusion/<level>/lambda`` (mean weight) and
+        ``fedfusion/<level>/largest_lambda`` (largest absolute weight).
+
+        Logs with "conv": ``fedfusion/<level>/global_share``, the share of the squared weights that apply to global
+        features. With ``eval_reference="previous"``, checkpoints contain the previous extractor (``reference``).
     """
 
     can_recalibrate_remotely = False

@@ -1,4 +1,4 @@
-"""FedFusion's equations: operators that fuse a client's features with the global model's features.
+"""FedFusion's equations for fusing a client's features with the global model's features.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
 equations 1 to 3; longer version: https://arxiv.org/abs/1908.05891, authors' program:
@@ -48,7 +48,7 @@ def fuse_multi(local: Tensor, reference: Tensor, weight: Tensor, channel_axis: i
 
 
 def fuse_single(local: Tensor, reference: Tensor, weight: Tensor) -> Tensor:
-    r"""Fuses features with one weight for all channels (eq. 3), computed as in :func:`fuse_multi`.
+    r"""Fuses features with one weight for all channels (eq. 3).
 
     .. math:: F(x) = \lambda E_g(x) + (1 - \lambda) E_l(x), \qquad \lambda \in \mathbb{R}
 
@@ -115,7 +115,7 @@ def fuse_conv(
 
 @torch.no_grad()
 def smooth_weight(weight: Tensor, previous: Tensor, ema: float) -> Tensor:
-    r"""Exponential moving average over rounds for the fusion weights of :func:`fuse_multi` and :func:`fuse_single`.
+    r"""Computes a moving average of fusion weights over rounds.
 
     .. math:: \lambda_{r+1} = (1 - \mu) \bar\lambda_{r+1} + \mu \lambda_r
 
@@ -136,7 +136,7 @@ def smooth_weight(weight: Tensor, previous: Tensor, ema: float) -> Tensor:
 
 
 def channel_axis_of(features: Tensor, channel_axis: int | None = None) -> int:
-    """Returns the channel axis as a non-negative index. If ``None``, the second axis, or for three axes the last."""
+    """Returns the non-negative channel axis, by default the second axis, or the last of three axes."""
     if channel_axis is None:
         channel_axis = -1 if features.ndim == 3 else 1
     if features.ndim < 2 or channel_axis not in (*range(1, features.ndim), *range(1 - features.ndim, 0)):

@@ -1,4 +1,4 @@
-"""Finds the layer at the end of a network's feature extractor, and reads or replaces the layer's features."""
+"""Finds a network's feature layer, and reads or replaces the layer's features."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIDES = (64, 32, 28, 96, 128, 224, 256, 384, 512)  # pixels
 
 
 class Extractor(NamedTuple):
-    """Feature extractor of a model: the layers of ``network`` up to the layer ``layer``.
+    """Feature extractor: the part of a network up to one layer.
 
     Attributes:
         network: Name of the submodule called with the inputs, as in ``named_modules``.
@@ -34,7 +34,7 @@ class Extractor(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Name of the layer with the features as input or output, as in the model's ``named_modules``."""
+        """Name of the feature layer, as in the model's ``named_modules``."""
         return ".".join(filter(None, (self.network, self.layer.path)))
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ def find_extractor(
     network: str = "auto",
     classifier: str | None = None,
 ) -> Extractor:
-    """Finds the layer at the end of a model's feature extractor. The features are this layer's output or input.
+    """Finds the layer with a model's features as output or input.
 
     With ``at="auto"`` the first existing layer in this list is used:
 
@@ -63,10 +63,9 @@ def find_extractor(
         module: The model, or a module around the model. With ``at="auto"``, networks without gradients (such as a
             teacher) are ignored.
         at: Name of the layer with the features as output, a ``FeatureLayer`` for an input or output, or ``"auto"``.
-        network: Name of the submodule that receives the images or other data, and contains or is the layer; ``""`` for
-            ``module``. ``"auto"`` first tries the layer itself: the features must be the layer's output, and the layer
-            must be a direct child of a LightningModule, or have a name such as ``encoder``. Otherwise ``"auto"`` uses
-            a LightningModule's direct child around the layer, or, without such a child, ``module``.
+        network: Name of the submodule that receives the images or other data; ``""`` for ``module``. ``"auto"`` uses
+            the layer itself, if the name is like ``encoder`` and the features are the output. Otherwise ``"auto"`` uses
+            the LightningModule's direct child that is or contains the layer, or ``module``.
         classifier: Name of the layer that returns the logits; ``None`` for
             :func:`~lightning_fed.modules.find_classifier`.
 
@@ -100,7 +99,7 @@ def find_extractor(
 
 
 def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields all floating-point tensors in a layer's output, named by position: "0" and "1_0" for ``[a, (b,)]``."""
+    """Yields all floating-point tensors in a layer's output, named by position, such as "0" or "1_0"."""
     if isinstance(features, Tensor):
         if features.is_floating_point():
             yield name or "0", features
@@ -111,7 +110,7 @@ def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -> Any:
-    """Returns a copy of a layer's output with new tensors. ``new``: tensors by name, see :func:`named_features`."""
+    """Returns a copy of a layer's output with new tensors, named as in :func:`named_features`."""
     if isinstance(features, Tensor):
         return new.get(name or "0", features)
     if isinstance(features, MutableMapping):
@@ -150,8 +149,8 @@ def find_extractor_in_fit(
 ) -> Extractor:
     """Calls :func:`find_extractor` with the classifier found in a trial training step.
 
-    A module without a classifier must have a layer with a name such as ``encoder``. ``option`` is the user's argument
-    with the value ``at``, for error messages.
+    Without a classifier, the extractor is a layer with a name such as ``encoder``. ``option`` is the name of the user's
+    argument, for error messages.
     """
     if at != "auto":
         return find_extractor(module, at, network)

@@ -1,4 +1,4 @@
-"""Caches the outputs of FedFusion's frozen extractor for samples used several times in a client's local training."""
+"""Caches features of FedFusion's frozen extractor during a client's local training."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from lightning_fed.algorithms.sample_hashes import sample_hashes
 
 
 class FeatureCache:
-    """Caches the outputs of a network with constant weights. The key for an input sample is a hash over all bits.
+    """Caches a constant network's outputs for input samples, by a hash over each sample.
 
-    A changed sample, for example after augmentation, is not found. The output for a sample must not depend on other
-    samples: BatchNorm must be in evaluation mode. ``hits`` counts the samples found in the cache, and ``misses`` all
-    other samples. If ``is_filling`` is false, no outputs are added.
+    The output for a sample must not depend on other samples: BatchNorm must be in evaluation mode. ``hits`` counts the
+    samples found in the cache, and ``misses`` all others. If ``is_filling`` is false, no outputs are added.
     """
 
     def __init__(self) -> None:
@@ -24,7 +23,7 @@ class FeatureCache:
         self._features: dict[int, dict[str, Tensor]] = {}
 
     def get(self, samples: Tensor, compute: Callable[[Tensor], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns outputs for a batch of inputs, by output name. Calls ``compute`` with the inputs not in the cache."""
+        """Returns a batch's outputs by name. ``compute`` is called with the samples not in the cache."""
         keys = sample_hashes(samples).tolist()
         missing = [index for index, key in enumerate(keys) if key not in self._features]
         self.hits += len(keys) - len(missing)

@@ -1,4 +1,4 @@
-"""The global extractor E_g of FedFusion: a frozen copy of a network's feature extractor."""
+"""FedFusion's global extractor, a frozen copy of a network's feature extractor."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FrozenExtractor:
         return features
 
     def refer(self, source: nn.Module | Mapping[str, Tensor]) -> None:
-        """Copies parameters and buffers into the frozen extractor, from a network or from tensors by name."""
+        """Copies parameters and buffers from ``source`` into the frozen extractor."""
         if isinstance(source, nn.Module):
             self.follow(source)
         values = tensors_by_path(source) if isinstance(source, nn.Module) else source
@@ -77,7 +77,7 @@ class FrozenExtractor:
                 target.copy_(value)
 
     def state(self, source: nn.Module | None = None) -> State:
-        """Copies of the extractor's parameters and buffers by name, or of the equally named tensors in ``source``."""
+        """Returns copies of the extractor's tensors, or of these entries in ``source``, by name."""
         entries = tensors_by_path(self.network if source is None else source)
         return {name: value.detach().clone() for name, value in entries.items() if name in self.entries}
 
@@ -92,10 +92,10 @@ class FrozenExtractor:
                 entry.data = entry.data.to(originals[name].dtype)
 
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
-        """Frees memory: runs the network on an example, and empties the tensors of layers not needed for the features.
+        """Frees the memory of layers that are not needed for the features.
 
-        ``args`` and ``kwargs`` are the example input. If a second run then fails, the tensors are restored. Returns the
-        example's features, and the last executed layer with parameters, or ``None``.
+        Runs the network on an example, ``args`` and ``kwargs``, to find these layers. Returns the example's features,
+        and the last executed layer with parameters. If a second run fails, the tensors are restored.
         """
         started, finished = set[nn.Module](), dict[nn.Module, None]()
 
@@ -158,7 +158,7 @@ def _copy_network(network: nn.Module) -> nn.Module:
 
 
 def entries_of_network(module: nn.Module, network: nn.Module) -> dict[str, str]:
-    """Maps each tensor's path within the submodule ``network`` to the state dict entry name in ``module``."""
+    """Maps tensor names in the submodule ``network`` to state dict names in ``module``."""
     names = entry_names(module)
     return {path: names[tensor] for path, tensor in tensors_by_path(network).items() if tensor in names}
 

@@ -1,4 +1,4 @@
-"""Layers that add FedFusion to a network (section 3): an operator F fuses local and global features at one layer."""
+"""Layers that add FedFusion to a network (section 3)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Example: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class FusionLayer(nn.Module):
-    """Fuses a network's features with a frozen extractor's features, using trainable operators.
+    """Fuses a network's features with a frozen extractor's features.
 
-    Hooks on the network run the frozen extractor on the network's inputs and fuse the features at the layer. Positions
-    and names of the network's layers do not change. The ``forward`` of this layer is never called.
+    Hooks on the network run the frozen extractor on the same inputs, and fuse the features with trainable operators.
+    The network's layers keep positions and names. The ``forward`` of this layer is never called.
 
     Args:
         network: The module called with the data.
@@ -105,30 +105,30 @@ class FusionLayer(nn.Module):
 
     @property
     def is_referring(self) -> bool:
-        """True after :meth:`refer`, until :meth:`release`: features are fused with the frozen extractor's features."""
+        """True while features are fused with the frozen extractor's features."""
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:
-        """Maps the names of fused features to operators "multi" or "single"; empty for other operators."""
+        """Returns the operators of type "multi" or "single", by name of the fused feature."""
         return {name: operator for name, operator in self.operators.items() if isinstance(operator, MixingOperator)}
 
     def summaries(self) -> dict[str, dict[str, float]]:
-        """Maps each fused feature's name to logged numbers, which measure the influence of the global features."""
+        """Returns numbers for the log, by name of the fused feature."""
         operators = self.operators.items()
         return {name: operator.summary() for name, operator in operators if isinstance(operator, FusionOperator)}
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Enables fusion with a frozen copy of ``source``, a network or state dict; ``None``: the trained network."""
+        """Enables fusion with a frozen copy of ``source``, by default the trained network."""
         if self.operator != "none":
             self.frozen.refer(self.network if source is None else source)
             self._is_referring, self._reference = True, None
 
     def release(self) -> None:
-        """Disables the frozen extractor: until :meth:`refer`, the fusion operator receives the local features twice."""
+        """Disables the frozen extractor, so local features replace the global features."""
         self._is_referring, self._reference = False, None
 
     def watch_loading(self, owner: nn.Module) -> None:
-        """Allows the parent module ``owner`` to load states in which the fusion operators' entries are missing."""
+        """Allows the parent module ``owner`` to load states without fusion operators."""
         self._handles.append(owner.register_load_state_dict_post_hook(self._keep_operators))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
@@ -217,7 +217,10 @@ class FusionLayer(nn.Module):
         return sizes
 
     def _run(self, example: Example | None) -> tuple[Any, Any, nn.Module | None]:
-        """Runs the network on an example. Returns input, features, and the last executed layer with parameters."""
+        """Runs the network on an example, or on guessed inputs if ``example`` is ``None``.
+
+        Returns the network's input, the features, and the last executed layer with parameters.
+        """
         error: Exception | None = None
         guesses: Iterator[Example] = (((guess,), {}) for guess in example_inputs(self.network))
         for args, kwargs in guesses if example is None else [example]:
@@ -264,10 +267,11 @@ def _select_levels(
 
 
 class FusedExtractor(nn.Module):
-    """A feature extractor with fusion, F(E_l, E_g): an extractor E_l, an operator F, and a frozen copy E_g.
+    """A feature extractor with fusion.
 
-    :class:`~lightning_fed.callbacks.FeatureFusion` recognises this class. Until :meth:`refer` copies the global model
-    to E_g, the output is F(E_l, E_l).
+    The output is F(E_l, E_g), with the trained extractor E_l, an operator F, and a frozen copy E_g of the global
+    model's extractor. Until :meth:`refer` creates this copy, the output is F(E_l, E_l).
+    :class:`~lightning_fed.callbacks.FeatureFusion` recognises this class.
 
     Args:
         local: The extractor E_l.
@@ -300,9 +304,9 @@ class FusedExtractor(nn.Module):
         return self.local(*args, **kwargs)
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Copies parameters and buffers to the frozen extractor E_g, from ``source`` or (default) the trained E_l."""
+        """Copies ``source``, by default the trained extractor, to the frozen extractor."""
         self.feature_fusion.refer(source)
 
     def release(self) -> None:
-        """Disables the frozen extractor E_g. Until :meth:`refer`, the operator receives the local features twice."""
+        """Disables the frozen extractor, so local features replace the global features."""
         self.feature_fusion.release()

@@ -1,4 +1,4 @@
-"""FedFusion as a method: federated averaging, with feature fusion in local training."""
+"""FedFusion as a method."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_fed.rule import Aggregator
 
 @register
 class FedFusion(Method):
-    """Federated averaging of models that fuse local features with features of the global model.
+    """Averages models that fuse local features with features of the global model.
 
     The method adds :class:`~lightning_fed.callbacks.FeatureFusion`, which has further options. Reference: Yao et al.,
     "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019.

@@ -35,9 +35,9 @@ def fuse(
 ) -> FusionLayer:
     """Adds feature fusion to a model in place, and returns the new layer ``module.feature_fusion``.
 
-    The new submodule contains the operators' parameters; all other modules keep their positions and names. If a loaded
-    checkpoint is from a model without fusion, the operators' parameters do not change. :meth:`FusionLayer.refer` sets
-    the global model. Before that, the model's own features also replace the global model's features.
+    The new submodule contains the operators' parameters; all other modules keep positions and names. Checkpoints
+    without fusion can be loaded, and do not change the operators. Call :meth:`FusionLayer.refer` to set the global
+    model. Until then, the model's features are used as local features and as global features.
 
     Args:
         module: The model.
@@ -93,12 +93,15 @@ def find_fusion(module: nn.Module) -> FusionLayer | None:
 def unwrap(module: nn.Module) -> nn.Module:
     """Removes the fusion from a model, in place. Afterwards the model does not depend on this package.
 
-    Predictions equal the predictions with ``eval_reference="current"`` (features fused with themselves). For "multi",
-    "single" and "none" these equal the local predictions, because F(E, E) = E. For "conv" a 1x1 convolution (for
-    vectors and tokens a linear layer) is added, whose weight is the sum of the weights for local and for global
-    features. The layer is replaced by ``nn.Sequential(layer, convolution)``, or for fusion at the layer's input by
-    ``nn.Sequential(convolution, layer)``. The layer's entry names then contain ``.0`` or ``.1``. A
-    :class:`~lightning_fed.modules.FusedExtractor` is replaced by the extractor E_l.
+    The model then predicts as if local features were fused with local features (``eval_reference="current"``):
+
+    - "multi", "single" and "none": these fused features equal the local features, so the operator is removed.
+    - "conv": a 1x1 convolution (for vectors and tokens a linear layer) replaces the operator. The new weight is the sum
+      of the operator's weights for local and global features. The fused layer becomes
+      ``nn.Sequential(layer, convolution)``, or for fusion at the layer's input ``nn.Sequential(convolution, layer)``.
+      Names of the layer's entries then contain ``.0`` or ``.1``.
+
+    A :class:`~lightning_fed.modules.FusedExtractor` is replaced by the trained extractor.
 
     Raises:
         ValueError: If the model has no fusion. For "conv" also if the layer has several inputs or outputs, or an
@@ -133,9 +136,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def plain_state(state: Mapping[str, Tensor]) -> State:
-    """Removes the fusion's parameters from a state dict, for the operators "multi", "single" and "none".
-
-    A convolution is refused, because later layers depend on the fusion: use :func:`unwrap` on the model.
+    """Removes the fusion's parameters from a state dict.
 
     Raises:
         ValueError: If the fusion is a convolution. Load the state into a model with fusion and call :func:`unwrap`.

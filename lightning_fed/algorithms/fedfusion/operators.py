@@ -1,4 +1,4 @@
-"""The operators F in FedFusion, as layers. An operator fuses client features with the global model's features."""
+"""The operators F in FedFusion, as layers."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ ConvInit = Literal["default", "local", "average"]
 
 
 class FusionOperator(nn.Module, ABC):
-    """Abstract base class of operators that fuse a client's features with the global model's features."""
+    """Base class of operators that fuse a client's features with the global model's features."""
 
     @abstractmethod
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
-        """Fuses a client's features ``local`` with the global features ``reference``, both in the same shape."""
+        """Fuses local features with global features in the same shape."""
 
     @abstractmethod
     def summary(self) -> dict[str, float]:
-        """Numbers for the log, by name, which measure the influence of the global features."""
+        """Returns numbers for the log, by name."""
 
 
 class MixingOperator(FusionOperator):
-    """Abstract base class of operators with a weighted mean; ``weight`` is the share of the global features."""
+    """Base class of operators with a weighted mean. ``weight`` is the global features' share."""
 
     weight: nn.Parameter
 
     @torch.no_grad()
     def summary(self) -> dict[str, float]:
-        """Values to log: ``lambda`` (mean fusion weight) and ``largest_lambda`` (largest absolute fusion weight)."""
+        """Returns the mean and the largest absolute fusion weight, for the log."""
         return {"lambda": float(self.weight.mean()), "largest_lambda": float(self.weight.abs().max())}
 
     def extra_repr(self) -> str:
@@ -123,7 +123,7 @@ class ConvFusion(FusionOperator):
 
     @torch.no_grad()
     def summary(self) -> dict[str, float]:
-        """Value for the log: ``global_share``, the global features' share in the sum of squared fusion weights."""
+        """Returns the global features' share in the squared fusion weights, for the log."""
         squares = self.weight.square()
         return {"global_share": float(squares[:, : len(squares)].sum() / squares.sum())}
 
@@ -132,7 +132,7 @@ class ConvFusion(FusionOperator):
 
 
 class NoFusion(FusionOperator):
-    """Operator without fusion: returns the local features unchanged, so FedFusion equals federated averaging.
+    """Returns the local features unchanged, so FedFusion equals federated averaging.
 
     Example:
         >>> local = torch.rand(2, 4)

@@ -1,4 +1,4 @@
-"""FedMA and PFNM: match neurons of the client models before averaging, layer by layer or all layers at once.
+"""FedMA and PFNM: match neurons of the client models before averaging.
 
 Wang, Yurochkin, Sun, Papailiopoulos and Khazaeni, "Federated Learning with Matched Averaging", ICLR 2020; Yurochkin et
 al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019.

@@ -39,27 +39,28 @@ _log = logging.getLogger(__name__)
 
 
 class FedMA(Aggregator):
-    r"""Matches the clients' neurons and averages matched neurons, one stage (a set of layers) per round.
+    r"""Averages matched neurons of the clients, one stage (a set of layers) per round.
 
-    A pass through a network with :math:`N` stages takes :math:`N` rounds with the same clients. In the first round
-    clients train the whole model and send the first stage (without residual connections: the first layer). The server
-    matches the clients' neurons and averages matched neurons. In the next round each client receives the averaged stage
-    and the new positions of the client's neurons. The client permutes the inputs of the next layers accordingly,
-    freezes all matched layers, and trains all other layers. The output layer is averaged by class shares. The last
-    round of a pass yields a new global model. Until then, validation uses the previous global model. Unmatched neurons
-    make the global model wider. In the next pass each client starts with the original layer widths, from the global
-    neurons matched with the client's neurons.
+    A pass through a network with :math:`N` stages takes :math:`N` rounds with the same clients:
 
-    Neurons and stages are derived by tracing the network (:class:`~lightning_fed.matching.PermutationGroups`,
+    1. In the first round, clients train the whole model and send the first stage.
+    2. The server matches the clients' neurons in this stage, and averages matched neurons.
+    3. In the next round, clients receive the averaged stage and the new positions of neurons. A client reorders the
+       inputs of the next layers, freezes the matched layers, trains all other layers, and sends the next stage.
+    4. In the last round, the server averages the output layer by class shares. The pass yields a new global model.
+
+    Unmatched neurons make the global model wider. In the next pass, each client starts again with the original widths,
+    from the global neurons matched with the client's neurons. Until a pass ends, validation uses the previous global
+    model. Failed clients are excluded for the rest of the pass. A new pass starts if too few clients remain.
+
+    Tracing the network gives the neurons and stages (:class:`~lightning_fed.matching.PermutationGroups`,
     :func:`~lightning_fed.matching.find_stages`); all residual blocks with common channels form one stage. The module's
-    layers are resized in place; :func:`~lightning_fed.matching.load_matched` loads checkpoints of wider models. Failed
-    clients are excluded for the rest of the pass. A new pass starts if too few clients remain.
+    layers are resized in place; :func:`~lightning_fed.matching.load_matched` loads checkpoints of wider models.
 
-    Clients run :class:`~lightning_fed.callbacks.LayerwiseTraining`, added automatically, and measure BatchNorm
-    statistics for each matched stage (``batch_norm="recalibrate"``) and for the complete model.
-
-    With the federation's ``weighting="uniform"`` all clients with a neuron have equal weight, as in the paper.
-    Reference: Wang et al., ICLR 2020, https://arxiv.org/abs/2002.06440.
+    Clients run :class:`~lightning_fed.callbacks.LayerwiseTraining`, added automatically. BatchNorm statistics are
+    measured for each matched stage and for the complete model. With the federation's ``weighting="uniform"`` all
+    clients with a neuron have equal weight, as in the paper. Reference: Wang et al., ICLR 2020,
+    https://arxiv.org/abs/2002.06440.
 
     - Sends: one stage of the model per round, both ways; widths may grow.
     - Keeps: the layer widths of each client.
@@ -73,14 +74,14 @@ class FedMA(Aggregator):
         stages: ``"auto"``; an integer, the maximum number of stages (1: all layers in one round); or a list with
             patterns for entry names, per stage.
         last_layer: Weights for the mean of output layers: class shares (``"class"``) or numbers of examples
-            (``"size"``, suitable also for models without classes). For class shares clients send the number of examples
-            or pixels per class, which reveals label statistics. Multi-hot labels require ``"size"``.
-        initial: Whether all clients start from the module (``"shared"``), or from separate random weights
-            (``"independent"``, as the authors do). Independent weights are not sent: each client shuffles the module's
-            initial weights, see :func:`~lightning_fed.algorithms.fedma.initial_state.shuffled_state`.
-        order: Order of the groups in a stage, and entries used to compare neurons, see
-            :func:`~lightning_fed.matching.match_states`: ``"fedma"`` or ``"pfnm"``.
-        score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
+            (``"size"``). For class shares clients send the number of examples or pixels per class. Models without
+            classes and multi-hot labels require ``"size"``.
+        initial: Whether all clients start from the module
+            (``"shared"``) or from separate random weights (``"independent"``, as the authors do). For the latter,
+            clients shuffle the module's weights.
+        order: ``"fedma"`` matches first layers first, by incoming weights; ``"pfnm"`` matches last layers first, by
+            outgoing weights. See :func:`~lightning_fed.matching.match_states`.
+        score: Matching score, ``"marginal"`` or ``"published"``, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: Parameter :math:`\gamma` of the score; larger values add more neurons. By default 7 with the published
             score, or 1 with the marginal score. The authors use 7 for convolutional networks and 0.001 (no growth) for
             an LSTM.
@@ -153,20 +154,19 @@ class FedMA(Aggregator):
         self._metrics: dict[str, float] = {}
 
     def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], entries: Mapping[str, Tensor]) -> None:
-        """Sets the network's permutation groups, stages (sets of layers) and shared tensors before a fit's first round.
+        """Sets the network's neuron groups, stages and shared tensors before a fit's first round.
 
-        ``groups`` and ``entries`` (shared tensors by name; only shapes and dtypes are used) have the layer widths of
-        the clients' models. The global model may be wider. After a resume inside a matching pass, the stages matched
-        before must be unchanged; otherwise ``OptionError`` is raised.
+        ``groups`` and ``entries`` describe the clients' models; the global model may be wider. Only shapes and dtypes
+        in ``entries`` are used. Raises ``OptionError`` if a resumed pass has different stages.
         """
         current = self._open_pass
         if current is not None:
             matched = {name for stage in stages[: current.stage] for name in stage.entries}
             if current.matched_state.keys() != matched or current.stage >= len(stages):
                 raise OptionError(
-                    f"Expected the first {current.stage} of {len(stages)} stages (sets of layers) to equal the stages "
-                    "matched before the checkpoint, but the stages differ: until all layers are matched, resume with "
-                    "the same `stages`, `frozen` and `personal`, and the same `pin` of `LayerwiseTraining`."
+                    f"Expected the first {current.stage} of {len(stages)} stages (sets of layers) to equal the "
+                    "checkpoint's stages, but the stages differ: until a pass is complete, resume with the same "
+                    "`stages`, `frozen`, `personal`, and `pin` (`LayerwiseTraining`)."
                 )
         self._groups, self._stages, self.client_widths = groups, list(stages), groups.sizes
         self._client_entries = {name: torch.empty_like(value, device="meta") for name, value in entries.items()}
@@ -174,12 +174,12 @@ class FedMA(Aggregator):
 
     @property
     def widths(self) -> dict[str, int]:
-        """Global neuron count for each permutation group; empty before the first matching."""
+        """Number of global neurons per permutation group; empty before the first matching."""
         return {} if self._last_pass is None else dict(self._last_pass.sizes)
 
     @property
     def num_classes(self) -> int:
-        """Number of classes: the row count in the output layer's weight, or 0 without output layer."""
+        """Number of rows in the output layer's weight, or 0 without output layer."""
         return len(self._client_entries[self.outputs[0]]) if self.outputs else 0
 
     @property
@@ -189,7 +189,7 @@ class FedMA(Aggregator):
 
     @property
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:
-        """Layers matched in this round, and the progress of the matching pass; ``None`` if no pass continues."""
+        """Stage matched in this round and the pass's progress; ``None`` if no pass continues."""
         current = self._open_pass
         if current is None or current.round != self._info.round:
             return None
@@ -219,13 +219,13 @@ class FedMA(Aggregator):
             self._changed = frozenset(name for name in state if hashes.get(name) != self._last_pass.hashes[name])
 
     def broadcast(self, request: Request) -> Broadcast:
-        """Builds the message to a client. In a matching pass (several rounds) each round matches some of the layers.
+        """Builds the message to a client.
 
-        - First round of a pass: the message contains a complete model with the client's layer widths (in the first
-          pass with ``initial="independent"``, no tensors). If the global model is wider, the server selects the global
-          neurons matched with the client's neurons in the last pass, or for a new client the neurons matched with most
-          clients. A client with a stored model from the last pass receives only tensors that differ from this model.
-        - Later rounds: the message contains the layers matched in the previous round.
+        - First round of a pass: a complete model with the client's layer widths. If the global model is wider, the
+          server selects the neurons matched with the client's neurons. For a new client, the server selects the neurons
+          shared by most clients. The message omits tensors known to the client. With ``initial="independent"`` the very
+          first message has no tensors.
+        - Later rounds: the layers matched in the previous round.
         """
         current, last, client = self._pass(self._info.round), self._last_pass, request.client
         if current.stage:
@@ -248,7 +248,7 @@ class FedMA(Aggregator):
         return Broadcast(self._info.round, state, extras)
 
     def expected(self, broadcast: Broadcast) -> State:
-        """Returns names, shapes and dtypes of a valid update to ``broadcast``: the layers to match in this round."""
+        """Returns empty tensors with the names, shapes and dtypes of a valid update."""
         current = self._pass(self._info.round)
         entries = self._resized_entries(current)
         return {name: entries[name] for name in self._stages[current.stage].entries}
@@ -309,7 +309,7 @@ class FedMA(Aggregator):
         return {name: current.matched_state[name] for name in self._state}
 
     def put_statistics(self, statistics: Mapping[str, Tensor]) -> None:
-        """Stores BatchNorm statistics, measured on the clients, for layers matched in this pass over the network."""
+        """Stores the clients' BatchNorm statistics for layers matched in this pass."""
         if self._open_pass is not None:
             self._open_pass = replace(self._open_pass, matched_state={**self._open_pass.matched_state, **statistics})
 

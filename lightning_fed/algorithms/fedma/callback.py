@@ -1,4 +1,4 @@
-"""FedMA on the client (Algorithm 1): freezes matched layers, permutes the remaining layers and continues training."""
+"""FedMA on the client (Algorithm 1): freezes matched layers and trains the others."""
 
 from __future__ import annotations
 
@@ -60,12 +60,11 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
     """Client side of :class:`~lightning_fed.algorithms.FedMA`, added to the Trainer automatically.
 
     Before the first round this callback finds and logs the groups of permutable neurons, and the stages (layers matched
-    in the same round). Each client stores the trained model for later rounds, until the next pass over all stages is
-    complete. For large models pass a folder as the federation's ``store``. Layers matched earlier in a pass do not
-    train (``requires_grad`` is false, BatchNorm is in evaluation mode).
+    in the same round). Layers matched earlier in a pass over all stages do not train. Each client stores the trained
+    model until the next pass is complete. For large models pass a folder as the federation's ``store``.
 
-    In ``fit``, ``validate``, ``test`` and ``predict``, the checkpoint from a grown model loads into a module with the
-    original widths. Checkpoints with other width changes, such as additional classes, are refused.
+    A checkpoint of a wider model widens the module in ``fit``, ``validate``, ``test`` and ``predict``. Checkpoints with
+    other width changes, such as additional classes, are refused.
 
     Args:
         example_input: Arguments for ``forward`` (or for the network trained in ``training_step``), used for tracing; by
@@ -74,9 +73,9 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
             clients do not send, are not permuted.
         extra_groups: Permutation groups that tracing does not find. A group's size is the layer width in the clients'
             models, not in a grown global model.
-        target: Position of the labels in a batch: index, key or function; if ``None``, the labels used in the loss. If
-            these are not a single tensor, a warning is logged, and the mean of the output layers weights clients by
-            numbers of examples instead of class shares.
+        target: Position of the labels in a batch: index, key or function; if ``None``, the labels used in the loss.
+            Without a single label tensor, the output layers are averaged by numbers of examples instead of class
+            shares, with a warning.
         inputs: Position of the inputs in a batch: index, key or function.
 
     Raises:
@@ -262,7 +261,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         self._unfreeze()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Asks the clients for BatchNorm statistics for layers matched in this round, except after the last stage."""
+        """Asks the clients for BatchNorm statistics for the layers matched in this round."""
         federation = find_federation(trainer)
         rule = _rule(federation)
         if rule.unfinished is None or federation.options.batch_norm not in ("auto", "recalibrate"):

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_options(federation: Federation, local: LocalModel, module: L.LightningModule) -> None:
-    """Refuses federation options without support in FedMA, and entry names other than ``<layer>.<tensor>``."""
+    """Refuses settings without support in FedMA."""
     prefixes = set(layer_prefixes(module).values())
     unknown = [name for name in local.shared if name.removesuffix(name.rpartition(".")[2]) not in prefixes]
     if unknown:
@@ -57,7 +57,7 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
 def check_growth(
     shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], growable: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuses a checkpoint with changed lengths on axes other than ``growable`` (axes extended by FedMA)."""
+    """Refuses a checkpoint with changed lengths on axes that FedMA cannot extend."""
     for name, (shape, loaded) in shapes.items():
         axes = [axis for axis, (a, b) in enumerate(zip(shape, loaded, strict=False)) if a != b]
         if not set(axes) <= set(growable.get(name, ())):
@@ -68,7 +68,7 @@ def check_growth(
 
 
 def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
-    """Warns if ``max_rounds`` or early stopping may end a fit in the middle of a matching pass (``length`` rounds)."""
+    """Warns if a fit may end in the middle of a matching pass. ``length`` is the number of rounds per pass."""
     rounds = trainer.max_epochs or -1
     if rounds > 0 and rounds % length:
         _log.warning(

@@ -1,4 +1,4 @@
-"""Average of the clients' output layers, with each class weighted by the clients' class counts (FedMA, section 2)."""
+"""Mean of the clients' output layers, weighted by class counts (FedMA, section 2)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from lightning_fed.numerics.precision import cast_back, to_float64
 
 @torch.no_grad()
 def class_mean(layers: Sequence[Tensor], counts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    r"""Averages the clients' output layers. Each row (a class) is weighted by the clients' numbers of examples.
+    r"""Averages the clients' output layers, each row weighted by examples of the row's class.
 
     .. math:: W_k = \sum_j \frac{n_{jk}}{\sum_{j'} n_{j'k}} W_{jk}
 
-    Classes without examples are averaged with ``weights``.
+    Here :math:`W_{jk}` is client j's row for class k, and :math:`n_{jk}` the client's number of examples. Classes
+    without examples are averaged with ``weights``.
 
     Args:
         layers: The output layer's weight or bias on each client, shape ``(classes, ...)``, floating point.

@@ -1,4 +1,4 @@
-"""Random initial parameters for a module, drawn by shuffling the existing initial parameters."""
+"""Random initial parameters, drawn by shuffling a module's initial parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_fed.messages import State
 
 
 def shuffled_state(state: Mapping[str, Tensor], names: Collection[str], seed: int) -> State:
-    """Draws new initial parameters: shuffles the elements within each tensor in ``names``. No other tensor changes.
+    """Draws new initial parameters by shuffling the elements in each tensor in ``names``.
 
     Shuffling preserves the scale of any initialization. The result is an independent draw if all elements of a tensor
     are independent and identically distributed. Zeros keep their positions, so zero biases, padding rows and pruned

@@ -1,4 +1,4 @@
-"""Progress of FedMA's matching (some layers per round), and additional tensors in FedMA's messages."""
+"""Progress of FedMA's matching over several rounds, and additional tensors in messages."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ ASSIGNMENT, WIDTH = "fedma:assignment:", "fedma:width:"
 
 @dataclass(frozen=True)
 class MatchingPass:
-    """Progress of a matching pass: each round FedMA matches one stage (a set of layers), until all layers are matched.
+    """Progress of a pass in which FedMA matches all layers, one stage (a set of layers) per round.
 
     ``origin`` is the pass's first round, ``round`` the latest round, and ``stage`` the number of stages matched so far.
     ``matched_state`` contains the tensors averaged so far. ``owners`` counts, for each global neuron, the clients with
-    a matching neuron. After the pass, ``matched_state`` is empty, and ``hashes`` has a hash of each averaged tensor, to
-    find tensors changed later.
+    a matching neuron. After the pass, ``hashes`` replaces ``matched_state``.
     """
 
     origin: int
@@ -46,12 +45,12 @@ class MatchingPass:
 
     @property
     def step(self) -> Tensor:
-        """FedMA's position, a tensor with two integers: the pass's first round, and the number of matched stages."""
+        """First round of the pass and number of matched stages, as sent to clients."""
         return torch.tensor([self.origin, self.stage])
 
     @property
     def step_before(self) -> Tensor:
-        """:attr:`step` before the latest matching. Clients that trained for this matching have stored this value."""
+        """:attr:`step` before the latest matching, as stored by this matching's clients."""
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:
@@ -69,7 +68,10 @@ class MatchingPass:
         )
 
     def complete(self) -> MatchingPass:
-        """Ends the pass: replaces the averaged tensors by hashes, to find tensors changed before the next pass."""
+        """Ends the pass, and replaces the averaged tensors by hashes.
+
+        By these hashes, the next pass finds tensors changed in between, for example by a callback.
+        """
         hashes = {name: tensor_hash(value) for name, value in self.matched_state.items()}
         return replace(self, matched_state={}, hashes=hashes)
 
@@ -85,10 +87,10 @@ def tensor_hash(value: Tensor) -> int:
 
 
 def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
-    """Reads the number of global neurons in each permutation group from a message's or client's additional tensors."""
+    """Reads the number of global neurons per permutation group from additional tensors."""
     return {name: int(width) for name, width in without_prefix(values, WIDTH).items()}
 
 
 def read_assignment(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Reads a client's neuron positions in the global model, by group, from a message's or client's extra tensors."""
+    """Reads a client's neuron positions in the global model from additional tensors."""
     return without_prefix(values, ASSIGNMENT)

@@ -12,12 +12,11 @@ from lightning_fed.method import register
 
 @register
 class PFNM(FedMA):
-    """Probabilistic federated neural matching: matches the clients' neurons in all layers in a single round.
+    """Matches the clients' neurons in all layers in a single round (PFNM).
 
     Layers are matched from last to first, by the paper's matching score; :class:`FedMA` explains all other options. The
-    published algorithm is for fully connected networks and one round. In the authors' program, the biases have a prior
-    mean of 0.1. The variances for the outgoing weights of the last hidden layer depend on the class shares. Here all
-    prior means are 0, and all clients have equal variances. Reference: Yurochkin et al., ICML 2019,
+    published algorithm is for fully connected networks and one round. Unlike in the authors' program, all prior means
+    are 0, and all clients have equal variances. Reference: Yurochkin et al., ICML 2019,
     https://arxiv.org/abs/1905.12022.
 
     - Sends: 1 model up; 1 matched and possibly wider model down.

@@ -1,4 +1,4 @@
-"""FedMargin: a client's weight increases with the movement of class prototypes (feature means by class) in training.
+"""FedMargin: weights clients by the movement of class prototypes in local training.
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
 of Things Journal 2022. The text available to us contains no equations. This implementation is a reconstruction from the

@@ -1,4 +1,4 @@
-"""Aggregate mean margin (AMM): a metric for the distance between classes in feature space, after FedMargin's text."""
+"""Aggregate mean margin (AMM), FedMargin's metric for the distance between classes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from lightning_fed.numerics.float64_states import Float64States
 
 
 class AggregateMeanMargin(Float64States):
-    r"""Aggregate mean margin (AMM): half the mean distance between class prototypes (feature means by class).
+    r"""Computes half the mean distance between class prototypes, the feature means by class.
 
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert p[c] - p[c'] \rVert
 
-    over the :math:`C'` observed classes, see :func:`~lightning_fed.algorithms.fedmargin.aggregate_mean_margin`.
+    over the :math:`C'` observed classes with prototypes :math:`p`, see
+    :func:`~lightning_fed.algorithms.fedmargin.aggregate_mean_margin`.
 
     Args:
         num_classes: Number of classes :math:`C`.
@@ -92,6 +93,6 @@ class AggregateMeanMargin(Float64States):
         self.counts = self.counts + counts
 
     def compute(self) -> Tensor:
-        """Returns the mean margin between the class prototypes; NaN for fewer than two classes."""
+        """Returns the mean margin; NaN for fewer than two classes."""
         prototypes = class_prototypes(self.sums, self.counts, dtype=torch.float64)
         return aggregate_mean_margin(prototypes, self.kind, normalize=self.normalize).to(self.dtype).to(self.device)

@@ -1,4 +1,4 @@
-"""FedMargin on the server: averages client models with weights from class prototype margins (reconstruction)."""
+"""FedMargin on the server (our reconstruction): averages client models by prototype margins."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _CLIENTS_BY_NAME = 20
 
 @dataclass
 class MarginReport:
-    """Margins between class prototypes, and client weights, in a FedMargin round. Lists have the order of ``clients``.
+    """Prototype margins and client weights in a FedMargin round, in the order of ``clients``.
 
     Args:
         clients: Clients, in order of arrival.
@@ -85,10 +85,10 @@ class FedMargin(Aggregator):
         + \frac{\mathrm{APM}_k}{\sum_j \mathrm{APM}_j} \right), \qquad
         w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)
 
-    The equations and alternatives are reconstructions from the paper's description. Equal margins give equal weights
-    (FairAvg). A client without prototypes gets the mean margin of the other clients. Integer entries are copied from
-    the client with the most examples. BatchNorm's running statistics are always the weighted mean. The server stores
-    the model of every client in the round. :attr:`last` reports the last round's margins and weights.
+    Here :math:`w_t` is the global model, :math:`w_k` a client's model, and :math:`\eta` the server's step size. The
+    equations are reconstructions from the paper's description. Equal margins give equal weights (FairAvg). A client
+    without prototypes gets the mean margin of the other clients. Integer entries are copied from the client with the
+    most examples. :attr:`last` reports the last round's margins and weights.
 
     Prototypes come from :class:`~lightning_fed.callbacks.ClassPrototypes`, added automatically. To select the layer,
     classes or measurement, add the callback explicitly, with the same ``margin`` and ``class_reduction``.

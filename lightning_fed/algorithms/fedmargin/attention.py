@@ -19,16 +19,17 @@ Combination = Literal["mean", "product", "lpm", "apm"]
 
 @torch.no_grad()
 def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
-    r"""Client weights from prototype margins, shape ``(K,)``, float64, with sum 1. Larger margins give larger weights.
+    r"""Computes client weights from prototype margins: larger margins give larger weights.
 
-    Reconstruction of "as prototypes deviate from reference prototypes [...], higher attention is applied" (paper).
+    The weights have shape ``(K,)``, float64 and sum 1. Reconstruction of "as prototypes deviate from reference
+    prototypes [...], higher attention is applied" (paper).
 
     .. math:: \text{sum: } a_k = \frac{v_k}{\sum_j v_j} \qquad
         \text{softmax: } a_k = \frac{e^{v_k / s}}{\sum_j e^{v_j / s}}
 
-    "sum" clamps negative margins to 0 ("semantic" margins are never negative). The softmax scale :math:`s` is the mean
-    absolute margin. Both kinds are independent of the feature scale. Missing margins are replaced by the mean of the
-    other margins (after clamping). If all margins are equal, or all are missing, all attention weights are equal.
+    Here :math:`v_k` is client k's margin, and :math:`s` is the mean absolute margin. "sum" replaces negative margins by
+    0. Missing margins are replaced by the mean of the other margins. If all margins are equal or missing, all weights
+    are equal.
 
     Args:
         margins: Prototype margin for each client, shape ``(K,)``; NaN if missing.
@@ -64,14 +65,12 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
 def combine_attention(
     local: Tensor, aggregate: Tensor, combine: Combination = "mean", *, num_samples: Sequence[int] | None = None
 ) -> Tensor:
-    r"""Combines attention from local and aggregate margins into client weights, shape ``(K,)``, float64, sum 1.
+    r"""Combines attention from local and aggregate margins into client weights with sum 1.
 
-    The combination is a reconstruction: the paper states only that both are used jointly.
+    The result has shape ``(K,)``, float64. The paper states only that both are used jointly.
 
     .. math:: \text{mean: } a_k = \tfrac12 (a^L_k + a^A_k) \qquad
         \text{product: } a_k = \frac{a^L_k a^A_k}{\sum_j a^L_j a^A_j}
-
-    .. math:: w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)
 
     Equal attention gives exactly equal weights (FairAvg), or with ``num_samples`` weights proportional to examples
     (FedAvg).

@@ -24,14 +24,13 @@ _MAX_LABELS = 50
 
 
 class AttentionMap(PeriodicPictures, FederatedCallback):
-    """Draws FedMargin's attention (client weights) by client and round as a heat map, and logs the map to TensorBoard.
+    """Draws a heat map of FedMargin's client weights (attention), and logs the map to TensorBoard.
 
-    Rows are clients (numbers before names), and columns are rounds. The viridis colours range from 0 to the largest
-    attention so far; grey marks clients absent from a round. Axis labels need matplotlib (extra ``demo``). Other
-    loggers receive no pictures. The Trainer needs a federation with :class:`~lightning_fed.algorithms.FedMargin`.
+    Rows are clients, and columns are rounds. The viridis colours range from 0 to the largest attention so far; grey
+    marks absent clients. Axis labels need matplotlib (extra ``demo``). Other loggers receive no pictures. The Trainer
+    needs a federation with :class:`~lightning_fed.algorithms.FedMargin`.
 
-    State in checkpoints: ``last_epoch``, the round with the last picture, and ``attention``, a dictionary from clients
-    to attention for each round.
+    Saved state: ``last_epoch``, the round with the last picture, and ``attention``, the weights by round and client.
 
     Args:
         every_n_epochs: Rounds between two pictures, at least 1; the first picture is drawn in the first round.
@@ -84,7 +83,7 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
 
 
 def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[list[Client], Tensor]:
-    """Returns the clients, sorted, and their attention, shape ``(clients, rounds)``; NaN if a client was absent."""
+    """Returns the sorted clients, and a table of attention by client and round; NaN if absent."""
     clients = sorted(
         {client for row in attention.values() for client in row}, key=lambda key: (isinstance(key, str), key)
     )
@@ -95,7 +94,7 @@ def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[li
 
 
 def attention_picture(clients: Sequence[Client], values: Tensor) -> Tensor:
-    """Draws a table from :func:`attention_table` as an RGB image ``(3, H, W)``, uint8; axes require matplotlib."""
+    """Draws a table from :func:`attention_table` as an RGB image ``(3, H, W)``, uint8."""
     rows, columns = values.shape
 
     def label(axes: Axes) -> None:

@@ -1,4 +1,4 @@
-"""FedMargin on the client: measures class prototypes (feature means by class) before and after local training."""
+"""FedMargin on the client: measures class prototypes before and after local training."""
 
 from __future__ import annotations
 
@@ -43,21 +43,17 @@ _log = logging.getLogger(__name__)
 class ClassPrototypes(RevertingCallback, FederatedCallback):
     """Measures class prototypes (feature means by class) before and after a client's local training.
 
-    The local prototype margin (LPM) measures how far training moves the prototypes: by default, half the distance
-    between a class's prototypes before and after training, averaged over classes. With each update a client sends the
-    prototypes after training, counts of feature vectors and the LPM, for :class:`~lightning_fed.algorithms.FedMargin`
-    or for monitoring. The mean LPM is logged as ``clients/lpm``. With a plain ``L.Trainer``, prototypes and margins are
-    measured over each epoch and logged as ``prototypes/lpm`` and ``prototypes/amm`` (mean margin between classes).
+    The local prototype margin (LPM) measures how far training moves the prototypes. By default, the LPM is half the
+    distance between a class's prototypes before and after training, averaged over classes. Each update contains the
+    prototypes after training, counts of feature vectors and the LPM. The mean LPM is logged as ``clients/lpm``. A plain
+    ``L.Trainer`` measures each epoch, and logs ``prototypes/lpm`` and ``prototypes/amm`` (mean margin between classes).
 
-    - ``passes="exact"`` follows the definition: passes the same examples through the model before and after local
-      training, in evaluation mode without gradients. The passes run the module's ``training_step``, or with manual
-      optimization ``validation_step``. Augmentation in the data set stays active, but both passes draw the same random
-      numbers. Batches are loaded in the main process. The module's state and training's random numbers do not change.
+    - ``passes="exact"`` follows the definition: two passes over the same examples, before and after local training, in
+      evaluation mode without gradients. The passes run ``training_step``, or with manual optimization
+      ``validation_step``. Augmentation is the same in both passes. The passes do not affect training.
     - ``passes="online"`` reuses features computed in training. Features from the first pass over the data give the
       prototypes before training, and features from the last pass the prototypes after training. A single pass is
-      divided in halves. These features also depend on weight changes, augmentation and dropout, so few batches give
-      noisy margins. With one batch the LPM is missing; :class:`~lightning_fed.algorithms.FedMargin` then uses the mean
-      LPM of other clients, with a warning.
+      divided in halves. Margins from few batches are noisy, and with one batch the LPM is missing.
 
     Args:
         layer: Name of the layer with the features as output; ``"auto"`` for
@@ -66,9 +62,9 @@ class ClassPrototypes(RevertingCallback, FederatedCallback):
         ignore_index: Void label, or ``None``; ``"auto"`` for the loss's ignored label, or 255 unless 255 is a class.
         exclude_classes: Classes to exclude, such as a background.
         target: Position of the labels in a batch: index, key or function; by default the labels used in the loss. If
-            ``layer`` and ``num_classes`` are given, no trial step runs, and the default is the second element, or the
-            key ``"target"``, ``"label"``, ``"mask"`` or ``"y"``, or the plural of such a key. Labels are integers,
-            shape ``(N,)`` or ``(N, [1,] *size)``; label maps are resized to the features by nearest neighbour.
+            ``layer`` and ``num_classes`` are given, the default is the second element, or a key such as ``"target"``.
+            Labels are integers, shape ``(N,)`` or ``(N, [1,] *size)``; label maps are resized to the features by
+            nearest neighbour.
         passes: ``"exact"`` or ``"online"``.
         max_batches: Maximum number of batches in an exact pass; if ``None``, all batches.
         margin: Kind of margin per class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.

@@ -1,4 +1,4 @@
-"""Sums of feature vectors by class, from an additional pass ("exact") or from training batches ("online")."""
+"""Sums of feature vectors by class, from an additional pass or from training batches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FeatureSumOptions:
 
 
 class FeatureSums:
-    """Sums and counts of feature vectors for each class, accumulated over batches."""
+    """Sums and counts of feature vectors by class."""
 
     def __init__(self, options: FeatureSumOptions) -> None:
         self._options = options
@@ -84,10 +84,10 @@ def measure_feature_sums(
     batches: Iterable[Any],
     options: FeatureSumOptions,
 ) -> FeatureSums:
-    """Sums a model's feature vectors for each class in one pass over the data, without effect on training.
+    """Sums a model's feature vectors by class in one pass over the data.
 
-    Each ``training_step`` is interrupted after the feature layer. A batch is skipped if ``training_step`` returns
-    ``None`` before this layer.
+    The pass has no effect on training. Each ``training_step`` is interrupted after the feature layer, and skipped if
+    the step returns ``None`` before this layer.
     """
     step, sums = forward_step(module), FeatureSums(options)
     assert step is not None
@@ -119,7 +119,7 @@ class _FeaturesReached(BaseException):
 
 
 class TrainingFeatureSums:
-    """Sums of feature vectors by class in two parts of training: first and last epoch, or halves of a single epoch."""
+    """Sums of feature vectors by class in the first and last epoch, or in halves of one epoch."""
 
     def __init__(self, options: FeatureSumOptions, num_batches: int, per_epoch: int | None = None) -> None:
         self.first, self.last = FeatureSums(options), FeatureSums(options)
@@ -133,9 +133,9 @@ class TrainingFeatureSums:
         self._num_started += 1
 
     def take(self, features: Tensor) -> None:
-        """Adds features from a batch's first forward pass to the sums, and ignores the batch's later forward passes."""
+        """Adds the features from a batch's first forward pass to the sums."""
         batch, self._batch = self._batch, None
-        if batch is None:
+        if batch is None:  # a later forward pass in the same batch
             return
         self._num_seen += 1
         position = self._num_started - 1
@@ -151,10 +151,9 @@ class TrainingFeatureSums:
         self._batch = None
 
     def check(self, layer: FeatureLayer, is_manual: bool) -> None:
-        """Raises ``ValueError`` if the feature layer did not run in a batch with an optimizer step.
+        """Raises ``ValueError`` if the layer did not run in every batch with an optimizer step.
 
-        With manual optimization, batches without a step cannot be detected. The error is then only raised if the layer
-        ran in no batch.
+        With manual optimization, raises the error only if the layer ran in no batch.
         """
         is_blind = is_manual and self._num_started > 0 and self._num_seen == 0
         if is_blind or self._num_seen + self._num_skipped < self._num_started:

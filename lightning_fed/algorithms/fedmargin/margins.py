@@ -1,9 +1,9 @@
-"""Margins between class prototypes (feature means by class): our reconstruction of FedMargin.
+"""Margins between class prototypes (feature means by class), as reconstructed from the FedMargin paper.
 
-The local margin (LPM) compares a client's prototypes before and after training, the aggregate margin (APM) a client's
-prototypes with all clients' prototypes, and the mean margin (AMM) different classes. Sources: Crammer, Gilad-Bachrach,
-Navot and Tishby, "Margin Analysis of the LVQ Algorithm", NIPS 2002 (hypothesis margin); Nova and Estevez, "A review of
-learning vector quantization classifiers", 2014 (relative distance).
+The local margin (LPM) compares a client's prototypes before and after training. The aggregate margin (APM) compares a
+client's prototypes with all clients' prototypes. The mean margin (AMM) measures distances between the prototypes of
+different classes. Sources: Crammer, Gilad-Bachrach, Navot and Tishby, "Margin Analysis of the LVQ Algorithm", NIPS 2002
+(hypothesis margin); Nova and Estevez, "A review of learning vector quantization classifiers", 2014 (relative distance).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MeanMarginKind = Literal["pairs", "nearest"]
 def class_margins(
     query: Prototypes, reference: Prototypes, margin: MarginKind = "semantic", *, fallback: Prototypes | None = None
 ) -> Tensor:
-    r"""Margin of each class between two sets of prototypes (feature means by class), shape ``(C,)``, float64.
+    r"""Computes the margin of each class between two sets of prototypes, shape ``(C,)``, float64.
 
-    The four kinds, all reconstructions, use distances from the hypothesis margin in learning vector quantization: the
-    distance to the same class :math:`d^+ = \lVert Q[c] - R[c] \rVert`, and the distance to the nearest other class
-    :math:`d^- = \min_{c' \ne c} \lVert Q[c] - R[c'] \rVert`.
+    The prototypes :math:`Q[c]` and :math:`R[c]` are the feature means of class :math:`c` in both sets. The first three
+    margins use the distance to the same class, :math:`d^+ = \lVert Q[c] - R[c] \rVert`, or the distance to the nearest
+    other class, :math:`d^- = \min_{c' \ne c} \lVert Q[c] - R[c'] \rVert`.
 
     .. math::
         \text{semantic: } \tfrac12 d^+ \qquad
@@ -39,9 +39,8 @@ def class_margins(
     .. math:: \text{gain: } \tfrac12 \min_{c' \ne c} \lVert Q[c] - Q[c'] \rVert
         - \tfrac12 \min_{c' \ne c} \lVert R[c] - R[c'] \rVert
 
-    "semantic" is the hypothesis margin between two prototypes: the distance from one prototype to the bisecting plane.
-    The relative margin is 0 if both distances are 0. The margin is NaN for a missing class, or if no other class
-    exists.
+    These formulas reconstruct the FedMargin paper, after margins in learning vector quantization. The margin is NaN for
+    a missing class, or if no other class exists.
 
     Args:
         query: Prototypes Q.
@@ -87,9 +86,10 @@ def local_prototype_margin(
     class_reduction: ClassReduction = "mean",
     fallback: Prototypes | None = None,
 ) -> Tensor:
-    r"""LPM: margin between a client's prototypes before and after training, a float64 scalar; NaN if undefined.
+    r"""Computes the LPM, a client's mean margin between prototypes before and after training.
 
-    Reconstruction: the paper only says "deviation of on-client prototypes before and after local training".
+    The result is a float64 scalar; NaN if undefined. The equation is a reconstruction: the paper only says "deviation
+    of on-client prototypes before and after local training".
 
     .. math:: \mathrm{LPM}_k = \frac{1}{|C_k|} \sum_{c \in C_k} \mathrm{SPM}(p_k^1[c], p_k^0[c])
 
@@ -119,7 +119,7 @@ def aggregate_prototype_margin(
     margin: MarginKind = "semantic",
     class_reduction: ClassReduction = "mean",
 ) -> Tensor:
-    r"""APM: margin between a client's prototypes and aggregate prototypes, a scalar; NaN if undefined.
+    r"""Computes the APM, a client's mean margin to the aggregate prototypes; NaN if undefined.
 
     The equation is a reconstruction: the paper states only "deviation of aggregate prototypes from local prototypes".
 
@@ -148,7 +148,7 @@ def aggregate_prototype_margin(
 
 @torch.no_grad()
 def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs", *, normalize: bool = False) -> Tensor:
-    r"""AMM: mean margin between the classes in a set of prototypes, a scalar; NaN with fewer than two classes.
+    r"""Computes the AMM, the mean margin between classes; NaN with fewer than two classes.
 
     The equation is a reconstruction: the paper states only "the margin among the aggregate set of prototypes".
 

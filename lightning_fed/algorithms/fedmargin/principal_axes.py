@@ -14,7 +14,10 @@ from lightning_fed.argument_checks import check_count
 
 
 class PrincipalAxes(NamedTuple):
-    """Projection: center, shape ``(d,)``, and orthonormal axes, shape ``(k, d)``, float64. Unused axes are zero."""
+    """A projection to a plane or another subspace.
+
+    ``center`` has shape ``(d,)``; the orthonormal axes have shape ``(k, d)``, float64. Unused axes are zero.
+    """
 
     center: Tensor
     axes: Tensor
@@ -24,7 +27,7 @@ class PrincipalAxes(NamedTuple):
         return (points.double() - self.center) @ self.axes.T
 
     def turned_to(self, reference: PrincipalAxes) -> PrincipalAxes:
-        """Rotates or reflects the axes within their subspace to be near the ``reference`` axes (Schoenemann 1966)."""
+        """Rotates the axes within the subspace towards the ``reference`` axes (Schoenemann 1966)."""
         left, _, right = torch.linalg.svd(reference.axes @ self.axes.T)
         return PrincipalAxes(self.center, left @ right @ self.axes)
 

@@ -27,7 +27,7 @@ _MAX_COUNT = 2**48  # maximum count per client, so that sums over thousands of c
 
 
 def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
-    """Converts class prototypes to extra tensors for an update. Classes without feature vectors are omitted.
+    """Converts prototypes to extra tensors for an update, without empty classes.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
@@ -43,7 +43,7 @@ def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
 
 
 def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototypes | None:
-    """Reads the prototypes for ``num_classes`` classes in an update's extra tensors; ``None`` if the update has none.
+    """Reads the prototypes in an update's extra tensors; ``None`` if missing.
 
     Raises:
         ValueError: If the shapes are inconsistent, or a class is outside the allowed range.
@@ -65,7 +65,7 @@ def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototy
 
 
 def lpm_key(margin: str, class_reduction: str) -> str:
-    """Name of a local prototype margin (LPM) among an update's extra tensors.
+    """Key of a client's local prototype margin (LPM) in ``update.extras``.
 
     Example:
         >>> lpm_key("semantic", "mean")
@@ -75,7 +75,7 @@ def lpm_key(margin: str, class_reduction: str) -> str:
 
 
 def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | None = None) -> str | None:
-    """Describes the fault of malformed prototypes in an update's extra tensors; ``None`` if valid or missing.
+    """Describes invalid prototypes in an update's extra tensors; ``None`` if valid or missing.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
@@ -110,12 +110,9 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
 
 
 def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> dict[_Client, str]:
-    """Finds clients whose margin or prototypes are far larger than the median. Returns a description for each client.
+    """Finds clients with a margin or prototypes far above the median, and describes each fault.
 
-    With three or more clients, a client is reported if the absolute margin, or the norm of the client's longest
-    prototype, exceeds 100 times the median over clients. The margins "hypothesis", "relative" and "gain" contain
-    differences, so the median margin can be near 0. For these margins the limit is 100 times the median margin or 100
-    times the median norm, whichever is larger.
+    The limit is 100 times the clients' median, for the absolute margin and the longest prototype's norm.
 
     Example:
         >>> margins = {"a": 1.0, "b": 1.5, "c": 1e30}
@@ -135,6 +132,7 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
     faults: dict[_Client, str] = {}
     median_length = _median(lengths)
     names = {name for extras in packed.values() for name in extras if name.startswith(_LPM)}
+    # Margins with a sign, such as "gain", may have a median near 0: the limit is then at least the median length.
     has_signs = not all(name.startswith(_LPM_WITHOUT_SIGN) for name in names)
     for description, sizes, least in (
         ("prototype margin is", margins, median_length if has_signs else 0.0),
@@ -150,10 +148,9 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
 def find_mismatched_prototypes(
     packed: Mapping[_Client, Mapping[str, Tensor]], known: int | None = None
 ) -> dict[_Client, str]:
-    """Finds clients whose prototypes have another length than most. Returns a description for each client.
+    """Finds clients whose prototypes have another length than most, and describes each fault.
 
-    The most frequent length is correct. In a tie the length in the prototypes of earlier rounds (``known``) is correct.
-    If this length is unknown or not in the tie, the largest length is correct.
+    In a tie, the length in earlier rounds (``known``) is correct, or without this length the largest.
 
     Example:
         >>> means = {"a": torch.ones(2, 3), "b": torch.ones(2, 8), "c": torch.ones(1, 8)}

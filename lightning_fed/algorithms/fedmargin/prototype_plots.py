@@ -46,15 +46,14 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
     """Draws class prototypes as points in a plane, and logs the picture to TensorBoard.
 
     With :class:`~lightning_fed.algorithms.FedMargin` the points are the aggregate prototypes over clients and rounds.
-    With any other aggregator the points are averages over the round's clients, weighted by feature counts. On a plain
-    ``L.Trainer`` the points are the prototypes at the end of the epoch. FedMargin adds the necessary callback
+    With any other method the points are the round's means over clients. On a plain ``L.Trainer`` the points are the
+    prototypes at the end of the epoch. FedMargin adds the necessary callback
     :class:`~lightning_fed.callbacks.ClassPrototypes`; for all other methods pass the callback explicitly.
 
-    The plane is chosen for the largest spread of the prototypes
-    (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`), with equal weight for all classes. The plane is
-    computed for each picture, and rotated to match the previous picture. The title shows the share of the spread (sum
-    of squared distances from the mean) within the plane. The first picture is drawn in the first epoch (round) with two
-    classes. Other loggers receive no pictures.
+    The plane has the largest spread of the prototypes (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`).
+    Each picture has a new plane, rotated to match the previous picture. The title shows the share of the spread (sum of
+    squared distances from the mean) within the plane. The first picture needs two classes. Other loggers receive no
+    pictures.
 
     Saved state: ``last_epoch``, the epoch with the last picture, and ``view``, the plane.
 

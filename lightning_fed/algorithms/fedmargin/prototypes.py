@@ -1,4 +1,4 @@
-"""Class prototypes (feature means by class), averaged over clients and rounds, as reconstructed from FedMargin's text.
+"""Class prototypes (feature means by class), averaged over clients and rounds.
 
 Prototypes are tensors over *all* classes. A class without examples has count 0 and a row of zeros. Segmentation labels
 follow the code of Michieli and Zanuttigh (SDR), CVPR 2021.
@@ -24,7 +24,7 @@ _DECAY = 0.1  # weight of the previous value in the moving average
 
 
 class Prototypes(NamedTuple):
-    """Class prototypes: mean and number of the feature vectors of each class.
+    """Mean and number of feature vectors for each class.
 
     Attributes:
         means: Mean features, shape ``(C, d)``; zeros for absent classes.
@@ -53,9 +53,9 @@ def class_sums(
     ignore_index: VoidLabel = "auto",
     exclude_classes: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Computes sums of feature vectors by class, shape ``(C, d)``, float64, and their counts, shape ``(C,)``, int64.
+    """Computes sums and counts of feature vectors by class.
 
-    Sums and counts can be added over batches, see :func:`class_prototypes`.
+    The sums have shape ``(C, d)``, float64, and the counts ``(C,)``, int64. Both can be added over batches.
 
     Args:
         features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``; floating point.
@@ -103,7 +103,7 @@ def class_sums(
 
 
 def class_prototypes(sums: Tensor, counts: Tensor, *, dtype: torch.dtype = torch.float32) -> Prototypes:
-    """Computes prototypes (feature means by class) from sums and counts; the means are zeros for classes with count 0.
+    """Computes prototypes from sums and counts; zeros for classes without feature vectors.
 
     Args:
         sums: Feature vectors added by class, shape ``(C, d)``, see :func:`class_sums`.
@@ -125,7 +125,7 @@ def aggregate_prototypes(
     weighting: PrototypeWeighting = "class_count",
     num_samples: Sequence[int] | None = None,
 ) -> Prototypes:
-    r"""Prototypes of a round: the weighted mean over clients, for each class.
+    r"""Computes a round's prototypes, for each class the weighted mean over clients.
 
     .. math:: P_t[c] = \frac{\sum_{k: c \in C_k} \omega_{k,c}\, p_k[c]}{\sum_{k: c \in C_k} \omega_{k,c}}
 
@@ -167,7 +167,7 @@ def aggregate_prototypes(
 
 @torch.no_grad()
 def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: PrototypeMemory = "ema") -> Prototypes:
-    r"""Combines the aggregate prototypes (feature means by class over all rounds) with a new round's prototypes.
+    r"""Combines the prototypes over all rounds with a new round's prototypes.
 
     .. math:: \bar P_t[c] = \begin{cases}
         \beta \bar P_{t-1}[c] + (1 - \beta) P_t[c] & \text{if } c \text{ was known and is seen now} \\
@@ -210,7 +210,7 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
 
 
 def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Prototypes:
-    r"""Prototypes with which client prototypes are compared in the aggregate prototype margin (APM).
+    r"""Returns the reference for client prototypes in the aggregate prototype margin (APM).
 
     These are the aggregate prototypes :math:`\bar P_{t-1}`, or for classes seen for the first time the round's
     prototypes :math:`P_t`. The paper does not define the reference; this definition is a reconstruction.

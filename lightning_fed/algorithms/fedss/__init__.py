@@ -1,4 +1,4 @@
-"""FedSS: sampled softmax; clients receive, train and send the last layer's rows for only some classes.
+"""FedSS: clients train the last layer's rows for only some classes (sampled softmax).
 
 "Efficient image representation learning with federated sampled softmax", submission to ICLR 2022.
 """

@@ -1,4 +1,4 @@
-"""FedSS on the clients (Algorithm 1): clients receive, train and send the last layer's rows for some classes."""
+"""FedSS on the clients (Algorithm 1): trains the last layer's rows for some classes."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _NEGATIVES_STREAM = 2  # random stream of the visit, for negatives
 
 
 class SampledSoftmax(FederatedCallback):
-    r"""Trains clients with the last layer's rows for the client's classes and for sampled negative classes.
+    r"""Trains clients with only some rows of the last layer.
 
-    The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Before training, a client with the
-    classes :math:`P_k` draws :math:`m` negatives :math:`N_k` and requests the rows for the sorted classes :math:`S_k =
-    P_k \cup N_k`, so the server cannot separate positives from negatives. The client receives, trains and returns only
-    these rows. The mean of :math:`|S_k|` is logged as ``clients/sampled_classes``. A client with a label outside the
-    client's classes, or outside the layer's classes, is excluded. Reference: FedSS, section 3 and Algorithm 1.
+    The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. A client's own classes :math:`P_k`
+    are the positives. Before training, the client draws :math:`m` other classes :math:`N_k`, the negatives, and
+    requests the rows for all these classes :math:`S_k = P_k \cup N_k`. The order does not show which classes are
+    positives. The client receives, trains and returns only these rows. The mean of :math:`|S_k|` is logged as
+    ``clients/sampled_classes``. A client with a label outside the client's classes, or outside the layer's classes, is
+    excluded. Reference: FedSS, section 3 and Algorithm 1.
 
-    The client's label space is :math:`S_k`. In the batch for ``training_step``, labels are replaced by column indices
-    of the logits, and the last layer corrects the logits. Therefore ``F.cross_entropy(self(x), y)`` is the FedSS loss,
-    and ``training_step`` needs no changes. Validation and prediction use all classes. In ``training_step`` the logits
-    have fewer than ``num_classes`` columns: pass ``logits.argmax(dim=1)`` to metrics.
+    In ``training_step``, labels are column indices of the logits, and the last layer corrects the logits. Therefore
+    ``F.cross_entropy(self(x), y)`` is the FedSS loss, and ``training_step`` needs no changes. The logits have fewer
+    than ``num_classes`` columns: pass ``logits.argmax(dim=1)`` to metrics. Validation and prediction use all classes.
 
     Args:
         num_negatives: Number :math:`m` of negatives, drawn uniformly without replacement.

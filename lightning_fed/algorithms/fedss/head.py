@@ -1,7 +1,7 @@
-"""FedSS's last layer for very many classes, which may contain weight rows for only some classes.
+"""FedSS's last layer for very many classes.
 
-While a client trains, the layer has rows only for the client's own and sampled classes, and labels are column indices.
-The cross-entropy of the layer's training logits equals the client's loss, so ``training_step`` needs no changes.
+While a client trains, the layer has rows only for some classes, and labels are column indices. The cross-entropy of the
+training logits equals the client's loss, so ``training_step`` needs no changes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class SampledSoftmaxHead(LogitsLayer):
         \text{ (cosine)} \qquad o_j = \langle f, w_j \rangle + b_j \text{ (linear)}
 
     Features :math:`f` have shape ``(*, in_features)``, logits :math:`o` ``(*, num_classes)``; :math:`w_j` is class j's
-    weight row. Outside training on a client this layer is an ordinary layer. In training on a client the weight may
-    have rows for only S classes, called held classes (:meth:`hold`), and training logits have S columns (or fewer, see
-    :meth:`begin_batch`). The ``state_dict`` does not contain the list of held classes.
+    weight row. While a client trains, the weight may have rows for only some classes, called held classes
+    (:meth:`hold`). Training logits then have only these columns, or fewer (:meth:`begin_batch`). Otherwise this layer
+    is an ordinary layer. The ``state_dict`` does not contain the list of held classes.
 
-    Logits and losses have at least float32 precision, also in a half-precision model. Zero features have no direction,
-    and cosine logits then have very large gradients: do not place a ReLU directly before cosine logits.
+    Logits and losses have at least float32 precision. Do not place a ReLU directly before cosine logits, because zero
+    features give very large gradients.
 
     Args:
         in_features: Feature size :math:`d`.
@@ -118,7 +118,7 @@ class SampledSoftmaxHead(LogitsLayer):
 
     @property
     def held(self) -> SampledClasses | None:
-        """Classes whose rows the layer's weight contains; ``None`` if the weight has a row for every class."""
+        """Classes with a row in the layer's weight; ``None`` if all classes have a row."""
         return self._held
 
     def hold(self, held: SampledClasses) -> None:
@@ -158,7 +158,7 @@ class SampledSoftmaxHead(LogitsLayer):
     # --- logits -------------------------------------------------------------------------------------------------------
 
     def forward(self, features: Tensor) -> Tensor:
-        """Computes logits. In training, corrects the logits: the cross-entropy of the result is the FedSS loss."""
+        """Computes logits, corrected in training so that the cross-entropy is the FedSS loss."""
         if self._batch is None and self.training and self.margin:
             raise ValueError(
                 f"Expected labels in training, because `margin={self.margin}` depends on the labels: call "
@@ -171,12 +171,13 @@ class SampledSoftmaxHead(LogitsLayer):
     def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Computes FedSS's loss while a client trains; otherwise the ordinary softmax loss.
 
-        Equals ``F.cross_entropy(head(features), target)``, but examples outside the current batch are also allowed.
+        Equals ``F.cross_entropy(head(features), target)``, but also allows features of other examples than the batch's,
+        for example from a memory bank.
 
         Args:
             features: Features, shape ``(*, in_features)``.
             target: Labels, shape ``(*)``; -100 for no label. While a client trains, labels are column indices of the
-                logits, as in the batch for ``training_step``.
+                logits, see :meth:`relabel`.
             reduction: Mean or sum over labelled examples, or one value per example.
         """
         check_option("reduction", reduction, Reduction)
@@ -192,7 +193,7 @@ class SampledSoftmaxHead(LogitsLayer):
 
     @torch.no_grad()
     def topk(self, features: Tensor, k: int, chunk_size: int | None = None) -> tuple[Tensor, Tensor]:
-        """Computes the k largest logits and the corresponding classes, both with shape ``(*, k)``, in chunks.
+        """Computes the k largest logits and the corresponding classes, both with shape ``(*, k)``.
 
         Args:
             features: Features, shape ``(*, in_features)``.

@@ -24,7 +24,7 @@ class MarginLoss(nn.Module):
 
 
 def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool = True) -> nn.Module:
-    """Replaces a classifier's last linear layer by a `SampledSoftmaxHead`, in place, and returns the classifier.
+    """Replaces a classifier's last linear layer by a `SampledSoftmaxHead`, in place.
 
     If the module contains an ``ArcFaceLoss`` or ``CosFaceLoss`` from ``pytorch-metric-learning``, the function keeps
     the linear layers and replaces the loss by a ``MarginLoss`` with the same margin, scale and weights.

@@ -1,12 +1,13 @@
 """FedSS's losses for clients whose last layer has rows for only some classes.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, equations 1
-to 8. A client uses its classes P (positives) and m of all other classes, the negatives N, drawn uniformly without
-replacement. Only the negatives' logits are corrected. The sum over P and N is then an unbiased estimate of the full
-softmax's sum, because each of the n - |P| other classes is drawn with probability m / (n - |P|), and a positive with
-probability 1. Bengio and Senecal introduced the correction ("Adaptive Importance Sampling to Accelerate Training of a
-Neural Probabilistic Language Model", IEEE Transactions on Neural Networks 2008). Blanc and Rendle correct only
-negatives ("Adaptive Sampled Softmax with Kernel Based Sampling", ICML 2018).
+to 8. A client uses its own classes P, the positives, and m other classes, the negatives, drawn uniformly from the other
+n - |P| classes.
+
+The correction adds ln((n - |P|) / m) to the negatives' logits. The sum of exponentials is then an unbiased estimate of
+the sum over all classes. The correction is from Bengio and Senecal ("Adaptive Importance Sampling to Accelerate
+Training of a Neural Probabilistic Language Model", IEEE Transactions on Neural Networks 2008). Blanc and Rendle correct
+only negatives ("Adaptive Sampled Softmax with Kernel Based Sampling", ICML 2018).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
 
 
 def log_correction(num_positives: int, num_negatives: int, num_classes: int) -> float:
-    r"""Computes the number to add to the logits of sampled negative classes (FedSS, eq. 3), or 0 without negatives.
+    r"""Computes the number to add to the negatives' logits (eq. 3); 0 without negatives.
 
     .. math:: -\ln(m q), \qquad q = \frac{1}{n - |P|}
 
@@ -97,7 +98,7 @@ def sampled_logits(
     *,
     objective: Objective = "fedss",
 ) -> Tensor:
-    r"""Corrects a client's logits, shape ``(N, S)``, so that their cross-entropy is the FedSS loss.
+    r"""Corrects a client's logits, so that the cross-entropy is the FedSS loss.
 
     The logit of each sampled negative becomes :math:`o_j` plus ``correction``. Excluded classes have the logit
     :math:`-\infty`. "posonly" excludes all negatives. "negonly" excludes, for each example with a target, all positives
@@ -176,7 +177,7 @@ def sampled_softmax_loss(
     objective: Objective = "fedss",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Computes a client's loss from logits for only some classes (FedSS paper, equations 2 and 5 to 8).
+    r"""Computes a client's loss from logits for only some classes (equations 2 and 5 to 8).
 
     .. math::
         \text{fedss: } \ln\Big(1 + \sum_{j \in P \cup N \setminus t} e^{o'_j - o'_t}\Big) \qquad
@@ -229,7 +230,7 @@ def sampled_softmax_loss(
 
 @torch.no_grad()
 def gradient_noise(change: Iterable[Tensor], reference: Iterable[Tensor], norm: Norm = "l2") -> Tensor:
-    r"""Distance between a round's aggregated parameter update and the update with the full softmax, a float64 scalar.
+    r"""Computes the distance between a round's update and the update with the full softmax.
 
     .. math:: \lVert \bar g - \bar g_{\mathrm{full}} \rVert_2 \quad \text{or} \quad
         \frac{1}{D} \sum_{i=1}^D |\bar g_i - \bar g_{\mathrm{full}, i}|

@@ -1,4 +1,4 @@
-"""The method FedSS: sampled softmax on the clients, and averaging with momentum on the server."""
+"""FedSS as a method."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_fed.numerics.row_sums import RowWeighting
 
 @register
 class FedSS(Method):
-    """Sampled softmax: clients receive, train and send only some rows of a last layer with very many classes.
+    """Trains a last layer with very many classes, with only some rows on each client.
 
     The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Clients use
     :class:`~lightning_fed.callbacks.SampledSoftmax`, and the server averages with momentum

@@ -1,4 +1,4 @@
-"""Classes used by a FedSS client in one round: classes in the client's data, and sampled other classes (section 3)."""
+"""Classes used by a FedSS client in one round (section 3)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ForeignLabelError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class SampledClasses:
-    r"""Classes :math:`S_k = P_k \cup N_k` for one client in one round (positives and sampled negatives), and the loss.
+    """A client's classes in one round, positives and sampled negatives, and the loss.
 
     Args:
         classes: Class indices, int64, strictly increasing, shape ``(S,)``.
@@ -51,11 +51,11 @@ class SampledClasses:
 
     @property
     def needs_target(self) -> bool:
-        """True if the correction for an example's logits depends on the label, as with the objective "negonly"."""
+        """True if the logits' correction depends on the label, as with "negonly"."""
         return self.objective == "negonly"
 
     def check_among(self, num_classes: int) -> None:
-        """Raises an error for a class outside 0 to ``num_classes - 1``. The objective "full" requires all classes."""
+        """Raises an error for a class outside the range; with the objective "full" also for a missing class."""
         lowest, highest = int(self.classes[0]), int(self.classes[-1])
         if lowest < 0 or highest >= num_classes:
             raise ValueError(f"Expected `classes` to be from 0 to {num_classes - 1}, but got {lowest} to {highest}.")
@@ -69,7 +69,7 @@ class SampledClasses:
         return log_correction(num_positives, len(self.classes) - num_positives, num_classes)
 
     def subset(self, columns: Tensor) -> SampledClasses:
-        """Returns a copy with the classes at the sorted positions ``columns``, which must include all positives."""
+        """Returns a copy with the classes at the sorted ``columns``, including all positives."""
         _check_increasing("columns", columns)
         count = len(self.classes)
         if len(columns) and (columns[0] < 0 or columns[-1] >= count):

@@ -1,4 +1,4 @@
-"""FeSEM: several global models (centres), one for each cluster of clients.
+"""FeSEM: one global model (centre) for each cluster of clients.
 
 Xie, Long, Shen, Zhou, Wang, Jiang & Zhang, "Multi-Center Federated Learning", 2020. https://arxiv.org/abs/2005.01026
 """

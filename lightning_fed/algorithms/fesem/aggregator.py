@@ -27,25 +27,23 @@ _log = logging.getLogger(__name__)
 
 
 class FeSEM(Aggregator):
-    r"""Federated stochastic expectation maximisation: clusters clients by model weights, one global model per cluster.
+    r"""FeSEM (federated stochastic expectation maximisation): one global model for each cluster of clients.
 
     .. math:: r_k = \arg\min_g \lVert W_k - \tilde W^{(g)} \rVert^2, \qquad
         \tilde W^{(g)} = \frac{\sum_{k: r_k = g} n_k W_k}{\sum_{k: r_k = g} n_k}
 
-    Each client in the round is assigned to the centre nearest to the client's new model. Then each centre becomes the
-    mean over the assigned clients. A centre without clients in the round does not change, and absent clients keep their
-    assignments. A client's training starts from the assigned centre. Reference: Xie et al., 2020, "FeSEM".
+    Here :math:`W_k` is client k's model after local training, :math:`n_k` the number of examples, and :math:`r_k` the
+    client's cluster. :math:`\tilde W^{(g)}` is the global model ("centre") of cluster g. Each client in a round is
+    assigned to the nearest centre. Then each centre becomes the mean over the assigned clients. A client's training
+    starts from the assigned centre. Reference: Xie et al., 2020, "FeSEM".
 
-    The first round uses federated averaging, and the clients' models initialise the centres. ``"k-means++"`` stores all
-    models until the end of the round and clusters the models (:func:`~lightning_fed.algorithms.fesem.k_means`).
-    ``"random"`` uses the models of randomly drawn clients, which needs less memory but may place two centres in one
-    cluster. Clients without a centre start from the global model.
+    The first round uses federated averaging, and the clients' models initialise the centres. Clients without a centre
+    start from the global model.
 
     The module's global model is the mean over the centres, weighted by examples; no client trains this model.
     Per-client evaluation uses the client's centre. The callback :class:`~lightning_fed.callbacks.CenterEvaluation`
-    evaluates all centres on the validation data; callbacks can monitor ``fesem/<metric>``. Logs:
-    ``fesem/clients/<index>``, the number of clients per centre, and ``fesem/moved``, the number of clients that changed
-    to another centre.
+    evaluates all centres. Logs ``fesem/clients/<index>`` (clients per centre), and ``fesem/moved`` (clients that
+    changed to another centre).
 
     - Sends: 1 model down, 1 up.
     - Keeps: ``num_centers`` models on the server.
@@ -55,7 +53,8 @@ class FeSEM(Aggregator):
     Args:
         num_centers: Number of centres. 1 gives exactly the weights of FedAvg.
         assign_on: Pattern for the compared entries, such as ``"*head.*"`` for the last layer.
-        init: Initialisation of the centres.
+        init: Initialisation of the centres. ``"k-means++"`` clusters the first round's client models. ``"random"``
+            draws client models and needs less memory, but two centres may be in one cluster.
         seed: Seed for the initialisation.
 
     Raises:
@@ -133,7 +132,7 @@ class FeSEM(Aggregator):
         return total.mean()
 
     def sizes(self) -> dict[int | None, int]:
-        """Number of examples for each cluster centre, by index; key ``None`` for clients without a centre."""
+        """Maps each centre's index to the number of examples. Key ``None`` stands for clients without a centre."""
         sizes: dict[int | None, int] = {}
         for client, size in self._num_samples.items():
             index = self.assignments.get(client)

@@ -1,4 +1,4 @@
-"""Metrics for FeSEM: evaluates the centres (one global model per cluster) on the validation and test data."""
+"""Evaluates FeSEM's centres (one global model per cluster) on validation and test data."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ _log = logging.getLogger(__name__)
 
 
 class CenterEvaluation(L.Callback):
-    """Evaluates each centre (model of a client cluster) from :class:`FeSEM` on the Trainer's validation or test data.
+    """Evaluates all centres of :class:`FeSEM` on the Trainer's validation or test data.
 
-    Each metric from ``validation_step`` or ``test_step`` is logged as ``fesem/<name>``: the mean over the centres,
-    weighted by the examples of the assigned clients. The global model counts as a further centre for clients
-    without a centre. The evaluation runs after Lightning's validation or test, but before callbacks that monitor a
-    metric. Before the first round, and without data, nothing is logged. The cost is one validation per centre.
+    A centre is the global model for one cluster of clients. Each metric from ``validation_step`` or ``test_step`` is
+    logged as ``fesem/<name>``: the mean over centres, weighted by examples. The global model counts as a further centre
+    for clients without a centre. Callbacks can monitor these metrics. The cost is one validation per centre.
 
     Example:
         >>> from lightning_fed import FederatedTrainer

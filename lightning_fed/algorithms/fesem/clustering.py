@@ -1,4 +1,4 @@
-"""FeSEM's clustering: k-means with k-means++ initialisation, and points that represent model states.
+"""Clusters model states by k-means, for FeSEM.
 
 Arthur & Vassilvitskii, "k-means++: The Advantages of Careful Seeding", SODA 2007; Lloyd, "Least Squares Quantization in
 PCM", IEEE Transactions on Information Theory 1982.
@@ -25,14 +25,16 @@ def k_means(
     num_starts: int = 10,
     max_steps: int = 100,
 ) -> tuple[Tensor, Tensor]:
-    r"""Clusters points. Returns each point's cluster index, and for each cluster the index of the initial point.
+    r"""Clusters points by k-means, with k-means++ initialisation.
 
     .. math:: \Pr(\text{next initial centre} = x) \propto \min_g \lVert x - c_g \rVert^2
 
-    The initial centres are points drawn one after another, with this probability (k-means++). :math:`c_g` are the
-    centres drawn before. Then two steps alternate until convergence: each point is assigned to the nearest centre, and
-    each centre moves to the weighted mean of its points. A centre without points stays in place. After ``num_starts``
-    repetitions, the result with the smallest weighted sum of squared distances is returned.
+    The initial centres are points drawn one after another, with this probability. :math:`c_g` are the centres drawn
+    before. Then two steps alternate until convergence: each point is assigned to the nearest centre, and each centre
+    moves to the weighted mean of its points. The best of ``num_starts`` results is returned.
+
+    Returns:
+        Each point's cluster index, and each cluster's initial centre (a point's index).
 
     Args:
         points: Shape ``(N, d)``.
@@ -66,7 +68,7 @@ def k_means(
 
 @torch.no_grad()
 def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
-    """Returns points, shape ``(N, N)``, float64, with the same distances as N model states (tensors in ``names``)."""
+    """Represents N model states by N points with equal distances. ``names`` are the tensors to compare."""
     products = torch.zeros(len(states), len(states), dtype=torch.float64)
     for name in names:
         rows = [state[name].detach().flatten() for state in states]

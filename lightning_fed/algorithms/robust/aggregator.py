@@ -1,4 +1,4 @@
-"""Base class for robust rules: collects, compares and combines the client updates of a round.
+"""Base class for aggregation rules with protection against malicious clients.
 
 Robust rules ignore the clients' numbers of examples, because malicious clients may send false numbers.
 """
@@ -30,36 +30,35 @@ _MAX_CLIENTS_BY_NAME = 20
 
 @dataclass
 class MixedUpdate(ClientUpdate):
-    """Weighted sum over several clients' updates; ``shares`` maps each client to the weight in the sum."""
+    """Weighted sum over several clients' updates. ``shares`` maps each client to a weight."""
 
     shares: dict[Client, float] = field(default_factory=dict)
 
 
 def shares_of(update: ClientUpdate) -> dict[Client, float]:
-    """Maps an update's clients to weights: the weights in the sum for a :class:`MixedUpdate`, otherwise 1."""
+    """Maps an update's clients to weights in the update. An ordinary update has one client with weight 1."""
     return update.shares if isinstance(update, MixedUpdate) else dict.fromkeys(update.clients, 1.0)
 
 
 class RobustAggregator(Aggregator):
     """Base class of rules that tolerate some malicious clients. Rules implement :meth:`combine`.
 
-    The server stores all updates of a round. An update is the client's model minus the global model, as one vector over
-    the shared floating-point entries. A rule compares the updates by inner products, and combines the updates in chunks
-    of coordinates. BatchNorm's running statistics and integer entries are not in the vector. Each statistic becomes the
-    clients' mean without the f smallest and f largest values, and so stays valid. Each integer entry becomes the
-    majority value among the clients, or without a majority the lower median.
+    The server stores all updates of a round. An update is the client's model minus the global model, as one vector of
+    all shared floating-point values. BatchNorm's running statistics are not in the vector: each becomes the clients'
+    mean without the f smallest and f largest values. Integers become the majority value or, without a majority, the
+    lower median.
 
-    A round with f malicious clients needs ``a f + b`` updates, for the rule's class attribute ``least = (a, b)``; with
-    f = 0 one update is enough. A round with fewer updates fails. Clients with a refused update (NaN, wrong shape,
-    implausible norm) count among the f clients. Clients without an update do not count, because these may be honest.
+    A subclass sets ``least = (a, b)``: a round with f malicious clients fails with fewer than ``a f + b`` updates. With
+    f = 0 one update is enough. Clients with an excluded update (NaN, wrong shape, implausible norm) count among the f
+    clients. Clients without an update do not count.
 
     Args:
         num_malicious: Number f of malicious clients per round; if ``None``, the largest number that the rule tolerates.
 
     Note:
         A client's excluded share is 1 - w / m, for the client's weight w in the result and the largest weight m. Logs
-        ``fed/excluded``, the sum of these shares over the round's clients, and with at most 20 clients
-        ``client/<id>/excluded``, the client's mean share over rounds.
+        the sum of these shares in a round (``fed/excluded``), and with at most 20 clients each client's mean over
+        rounds (``client/<id>/excluded``).
     """
 
     least: tuple[int, int] = (2, 1)
@@ -154,7 +153,7 @@ class RobustAggregator(Aggregator):
 
     @property
     def clients(self) -> list[Client]:
-        """Clients with an update in this round, except trusted clients, in an order independent of arrival times."""
+        """Clients with an update in this round, in a fixed order. Trusted clients are excluded."""
         return sorted(self.updates.keys() - set(self.always), key=client_key)
 
     def _find_lack(self) -> str | None:
@@ -192,7 +191,7 @@ def number_entries(state: State) -> list[str]:
 
 
 def majority(values: Sequence[Tensor]) -> Tensor:
-    """Most frequent value per element over integer tensors if more than half agree; otherwise the lower median."""
+    """Majority value of each element over several integer tensors; without a majority, the lower median."""
     stacked = torch.stack(list(values))
     ordered = stacked.to(torch.int64).sort(dim=0).values
     return ordered[(len(values) - 1) // 2].to(stacked.dtype)

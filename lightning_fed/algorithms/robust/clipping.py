@@ -26,17 +26,17 @@ class NormClipping(Method):
 
     .. math:: w_{t+1} = w_t + \frac{1}{n} \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right)
 
-    Here C is ``max_norm``, and n is the number of clients in the round. A malicious client can still shift the model by
-    up to C / n per round. BatchNorm's running statistics are averaged without protection. Reference: Sun et al., 2019,
-    section 3 ("norm thresholding").
+    Here :math:`w_t` is the global model, :math:`u_i` the update of one of n clients, and C ``max_norm``. A malicious
+    client can still shift the model by up to C / n per round. BatchNorm's running statistics are averaged without
+    protection. Reference: Sun et al., 2019, section 3 ("norm thresholding").
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: no additional computation. Without ``max_norm`` the server stores all updates of a round.
     - For: malicious updates with a large norm.
 
-    The method is averaging with two update steps: :class:`~lightning_fed.steps.UniformWeights`, and
-    :class:`~lightning_fed.steps.MaxNorm` or :class:`~lightning_fed.steps.MaxMedianNorm`, which logs ``fed/shortened``.
+    The method consists of two update steps: :class:`~lightning_fed.steps.UniformWeights`, and
+    :class:`~lightning_fed.steps.MaxNorm` or, without ``max_norm``, :class:`~lightning_fed.steps.MaxMedianNorm`.
 
     Args:
         max_norm: Norm C, positive; if ``None``, the (lower) median of the norms in the round.
@@ -56,14 +56,14 @@ class NormClipping(Method):
 
 @register
 class CenteredClipping(RobustAggregator):
-    r"""Previous global update, plus the mean of the clients' differences from this update, clipped to ``radius``.
+    r"""Mean of client updates, each clipped to a maximum distance from the previous global update.
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right),
         \qquad w_{t+1} = w_t + v
 
-    Initially :math:`v` is 0. In the paper clients send momenta, which change slowly between rounds. With few local
-    steps the previous :math:`v` is also a good estimate for the next update. Checkpoints contain :math:`v`: 8 bytes per
-    parameter. Reference: Karimireddy et al., ICML 2021, equation 5.
+    Here :math:`v` is the global update, initially 0, and :math:`u_i` the update of one of n clients. Each iteration
+    starts from the previous :math:`v`. In the paper, clients send momenta instead of updates. Checkpoints contain
+    :math:`v`: 8 bytes per parameter. Reference: Karimireddy et al., ICML 2021, equation 5.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 2 models on the server (the last update in float64).

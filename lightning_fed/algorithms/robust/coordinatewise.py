@@ -19,10 +19,10 @@ from lightning_fed.method import register
 
 @register
 class Median(RobustAggregator):
-    """Coordinate-wise median of client models. For an even number of clients, the mean of the middle two values.
+    """Coordinate-wise median of the client models.
 
-    The rule requires at least ``2 * num_malicious + 1`` clients. ``num_malicious`` does not affect the median.
-    Reference: Yin et al., ICML 2018.
+    For an even number of clients, this is the mean of the middle two values. The rule requires at least
+    ``2 * num_malicious + 1`` clients. ``num_malicious`` does not affect the median. Reference: Yin et al., ICML 2018.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -50,7 +50,7 @@ class Median(RobustAggregator):
 
 @register
 class TrimmedMean(RobustAggregator):
-    """Coordinate-wise mean of the client models without the f smallest and f largest values, f = ``num_malicious``.
+    """Coordinate-wise mean of the client models without the f smallest and f largest values.
 
     The rule requires at least 2 f + 1 clients. For f = 0 the rule equals :class:`FairAvg`. Reference: Yin et al., ICML
     2018.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def squared_distances(gram: Tensor) -> Tensor:
-    """Squared Euclidean distances between n client updates, from the inner products ``gram``, both shape ``(n, n)``.
+    """Squared Euclidean distances between n updates with the inner products ``gram``, shape ``(n, n)``.
 
     Example:
         >>> rows = torch.tensor([[0.0, 0.0], [3.0, 4.0]]).double()
@@ -35,9 +35,9 @@ def squared_distances(gram: Tensor) -> Tensor:
 
 
 def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
-    """Krum's score for each client: the sum of squared distances to the nearest n - f - 2 clients (at least one).
+    """Krum's score for each client: the summed squared distances to the nearest n - f - 2 clients.
 
-    ``distances`` are squared, shape ``(n, n)``; n is the number of clients, and f is ``num_malicious``. Reference:
+    Here n is the number of clients, and f is ``num_malicious``. ``distances`` are squared, shape ``(n, n)``. Reference:
     Blanchard, El Mhamdi, Guerraoui & Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent",
     NeurIPS 2017, section 4.
 
@@ -56,7 +56,7 @@ def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
     """Returns the clients' indices, sorted by :func:`krum_scores` with the lowest score first.
 
     ``distances`` are squared distances between client updates, shape ``(n, n)``. Clients with equal scores are sorted
-    by the distance to the nearest client, then to the second nearest, and so on, not by the position in ``distances``.
+    by the distance to the nearest client, then to the second nearest, and so on.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [5.0]]).double()
@@ -69,10 +69,10 @@ def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
 
 
 def bulyan_choice(distances: Tensor, num_malicious: int) -> Tensor:
-    """Selects n - 2 f of n clients by repeated Krum with f = ``num_malicious``. Returns the sorted indices.
+    """Selects n - 2 f of n clients by repeated use of Krum. Returns the sorted indices.
 
-    Ties are broken by the order of the clients in :func:`krum_order`. Reference: El Mhamdi, Guerraoui & Rouault, "The
-    Hidden Vulnerability of Distributed Learning in Byzantium", ICML 2018, section 4.
+    Here f is ``num_malicious``. Clients with equal scores are chosen in the order of :func:`krum_order`. Reference: El
+    Mhamdi, Guerraoui & Rouault, "The Hidden Vulnerability of Distributed Learning in Byzantium", ICML 2018, section 4.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [8.0], [100.0]]).double()
@@ -95,12 +95,12 @@ def bulyan_choice(distances: Tensor, num_malicious: int) -> Tensor:
 def geometric_median_weights(
     gram: Tensor, smoothing: float = 1e-6, max_iterations: int = 10_000, tolerance: float = 1e-10
 ) -> Tensor:
-    r"""Client weights (positive, sum 1) whose weighted mean is the geometric median, by smoothed Weiszfeld iterations.
+    r"""Computes client weights for which the weighted mean of the updates is the geometric median.
 
     .. math:: v \leftarrow \frac{\sum_i w_i u_i}{\sum_i w_i}, \qquad w_i = \frac{1}{\max(\nu, \lVert v - u_i \rVert)}
 
-    Initial weights decrease with a client's median distance to all clients, so that a few distant clients do not slow
-    down convergence. Iterations stop when the weights no longer change. Reference: Pillutla, Kakade & Harchaoui,
+    Here :math:`u_i` are the updates, and :math:`v` is the estimated median. These smoothed Weiszfeld iterations stop
+    when the weights no longer change. The returned weights have the sum 1. Reference: Pillutla, Kakade & Harchaoui,
     "Robust Aggregation for Federated Learning", IEEE Transactions on Signal Processing 2022, Algorithm 2.
 
     Args:
@@ -114,6 +114,7 @@ def geometric_median_weights(
         >>> geometric_median_weights(rows @ rows.T) @ rows
         tensor([4.0000], dtype=torch.float64)
     """
+    # Small initial weights for distant clients speed up convergence.
     spread = squared_distances(gram).sqrt().median(dim=1).values
     weights = _normalized(1 / spread.clamp_min(smoothing))
     lengths = gram.diagonal()
@@ -129,9 +130,9 @@ def geometric_median_weights(
 
 
 def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
-    r"""Factors :math:`\min(1, C / \lVert u_i \rVert)` to clip updates, shape ``(n,)``; 1 for norm 0.
+    r"""Factors :math:`\min(1, C / \lVert u_i \rVert)` that clip n updates to the norm C.
 
-    Clips to ``radius`` C, by default the median norm. Reference: Sun, Kairouz, Suresh & McMahan, "Can You Really
+    C is ``radius``, by default the median norm. Reference: Sun, Kairouz, Suresh & McMahan, "Can You Really
     Backdoor Federated Learning?", 2019, section 3.
 
     Example:
@@ -143,7 +144,7 @@ def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
 
 
 def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: int) -> tuple[Tensor, Tensor]:
-    r"""Returns weights for n client updates u and the old centre (last) in the new centre v, and n clipping factors.
+    r"""Computes the new centre :math:`v` as a weighted sum of n client updates :math:`u_i` and the old centre.
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right)
 
@@ -153,6 +154,9 @@ def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: in
         gram: Inner products between client updates and, in the last row and column, the previous center.
         radius: Largest distance :math:`\tau` to the centre; if ``None``, the median distance in each iteration.
         iterations: Number of iterations.
+
+    Returns:
+        Weights of the n updates and, last, the old centre; and clipping factors of the n updates.
 
     Example:
         >>> rows = torch.tensor([[1.0], [3.0], [0.0]]).double()  # two clients, and the center
@@ -175,14 +179,14 @@ def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: in
 
 
 def trust_weights(norms: Tensor, products: Tensor, trusted_norm: float) -> tuple[Tensor, Tensor]:
-    r"""FLTrust's weights of client updates in the mean :math:`g`, and trust scores :math:`t_i`, both shape ``(n,)``.
+    r"""Computes FLTrust's weights of client updates in the mean :math:`g`, and the trust scores :math:`t_i`.
 
     .. math:: g = \frac{\sum_i t_i \frac{\lVert u_0 \rVert}{\lVert u_i \rVert} u_i}{\sum_i t_i}, \qquad
         t_i = \max(0, \cos(u_i, u_0))
 
-    Weights are 0 if all scores are 0. ``norms`` contains the norms of the client updates :math:`u_i`, and ``products``
-    the inner products with the trusted update :math:`u_0`. Reference: Cao, Fang, Liu & Gong, "FLTrust: Byzantine-robust
-    Federated Learning via Trust Bootstrapping", NDSS 2021, equations 2 to 4.
+    ``norms`` contains the norms of the client updates :math:`u_i`, and ``products`` the inner products with the trusted
+    update :math:`u_0`. All these tensors have the shape ``(n,)``. Reference: Cao, Fang, Liu & Gong, "FLTrust:
+    Byzantine-robust Federated Learning via Trust Bootstrapping", NDSS 2021, equations 2 to 4.
 
     Example:
         >>> weights, scores = trust_weights(torch.tensor([2.0, 1.0]), torch.tensor([2.0, -1.0]), trusted_norm=1.0)
@@ -203,11 +207,11 @@ def trust_weights(norms: Tensor, products: Tensor, trusted_norm: float) -> tuple
 
 
 def trimmed_mean(rows: Tensor, num_trimmed: int) -> tuple[Tensor, Tensor]:
-    """Coordinate-wise mean of n updates ``(n, k)`` without the f smallest and largest values, f = ``num_trimmed``.
+    """Coordinate-wise mean of n updates without the f smallest and f largest values.
 
-    For f = ``(n - 1) // 2`` the result is the median. Also returns, for each client, the number of coordinates whose
-    value is in the mean. Reference: Yin, Chen, Ramchandran & Bartlett, "Byzantine-Robust Distributed Learning: Towards
-    Optimal Statistical Rates", ICML 2018, definitions 1 and 2.
+    ``rows`` has the shape ``(n, k)``, and f is ``num_trimmed``. Also returns, for each client, the number of
+    coordinates used in the mean. Reference: Yin, Chen, Ramchandran & Bartlett, "Byzantine-Robust Distributed Learning:
+    Towards Optimal Statistical Rates", ICML 2018, definitions 1 and 2.
 
     Example:
         >>> trimmed_mean(torch.tensor([[0.0, 9.0], [2.0, 1.0], [50.0, 2.0]]).double(), num_trimmed=1)
@@ -241,9 +245,9 @@ def mean_around_median(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
-    """Matrix, shape ``(n, n)``, that replaces each update by the mean of the n - f nearest updates, including itself.
+    """Returns the matrix that replaces each update by the mean of the n - f nearest among n updates.
 
-    Here n is the number of updates, and f is ``num_malicious``. Reference: Allouah, Farhadkhani, Guerraoui, Gupta,
+    The update itself is included, and f is ``num_malicious``. Reference: Allouah, Farhadkhani, Guerraoui, Gupta,
     Pinot & Stephan, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity", AISTATS 2023, Algorithm
     2 ("NNM").
 
@@ -259,9 +263,9 @@ def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
 
 
 def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Tensor:
-    """Matrix, shape ``(ceil(n / s), n)``, to average the updates in random groups with s = ``bucket_size`` clients.
+    """Returns the matrix that averages updates in random groups of ``bucket_size`` clients.
 
-    Here n is the number of clients. The last group may be smaller. Reference: Karimireddy, He & Jaggi,
+    ``size`` is the number of clients. The last group may be smaller. Reference: Karimireddy, He & Jaggi,
     "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", ICLR 2022, Algorithm 1.
 
     Example:
@@ -277,9 +281,10 @@ def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Te
 
 
 def adaptive_clipping(gram: Tensor, num_malicious: int) -> Tensor:
-    r"""Diagonal matrix to clip the :math:`\lfloor 2 f (n - f) / n \rfloor` of n updates with the largest norms.
+    r"""Returns a diagonal matrix of clipping factors for n updates with the inner products ``gram``.
 
-    Updates are clipped to the largest norm among the other updates; f is ``num_malicious``. Reference: Allouah,
+    The :math:`\lfloor 2 f (n - f) / n \rfloor` updates with the largest norms are clipped to the largest norm among
+    the other updates. Here f is ``num_malicious``. Reference: Allouah,
     Guerraoui, Gupta, Jellouli, Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning", ICLR 2025,
     Algorithm 2 ("ARC").
 

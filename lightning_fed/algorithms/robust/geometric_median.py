@@ -20,10 +20,10 @@ from lightning_fed.method import register
 class GeometricMedian(RobustAggregator):
     r"""Model with the smallest sum of distances to the client models ("RFA").
 
-    .. math:: \arg\min_v \sum_i \lVert v - u_i \rVert
+    .. math:: \arg\min_v \sum_i \lVert v - u_i \rVert \quad \text{for client models } u_i
 
-    The rule requires at least 2 f + 1 clients for f = ``num_malicious``. All clients have equal weight (in the paper,
-    weights by examples). Apart from this requirement, ``num_malicious`` affects only BatchNorm's running statistics.
+    All clients have equal weight (in the paper, weights by examples). The rule requires at least 2 f + 1 clients for
+    f = ``num_malicious``, and uses f only for BatchNorm's running statistics.
     Reference: Pillutla et al., IEEE TSP 2022, Algorithms 1 and 2.
 
     - Sends: 1 model down, 1 up.

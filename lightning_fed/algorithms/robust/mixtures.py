@@ -1,4 +1,4 @@
-"""Update steps that mix client updates before a robust rule, for heterogeneous data.
+"""Update steps that replace client updates by weighted sums before a robust rule.
 
 The papers are cited in :mod:`lightning_fed.algorithms.robust.equations`.
 """
@@ -27,7 +27,7 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 class Mixture(CollectingStep):
-    """Base class of update steps that replace a round's updates by weighted sums over these updates, in float64.
+    """Base class of update steps that replace a round's updates by weighted sums over these updates.
 
     With ``joins = False``, each mixed update replaces one client's update. BatchNorm statistics and integer entries are
     not mixed. With ``joins = True`` (:class:`Bucketing`), a mixed update replaces the updates from all clients with a
@@ -40,10 +40,10 @@ class Mixture(CollectingStep):
 
     @abstractmethod
     def mixing(self, gram: Tensor) -> Tensor:
-        """Weights, from the inner products ``gram``: a row for each mixed update, a column for each received update."""
+        """Computes the weights from the inner products ``gram``, with one row for each mixed update."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses aggregation rules that have a trusted client or several global models."""
+        """Refuses aggregation rules with a trusted client or several global models."""
         if rule.always:
             raise OptionError(
                 f"Expected no `{type(self).__name__}` with {type(rule).__name__}: the step would mix other "
@@ -89,13 +89,13 @@ class Mixture(CollectingStep):
 
 
 class TolerantMixture(Mixture):
-    """Base class of mixing steps for f malicious clients among n; by default f is the largest integer below n / 2."""
+    """Base class for mixing steps with an assumed number of malicious clients."""
 
     def __init__(self, num_malicious: int | None = None) -> None:
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
 
     def tolerated(self, count: int) -> int:
-        """Number of ``count`` updates treated as malicious; by default the largest integer below ``count / 2``."""
+        """Returns how many of ``count`` updates may be malicious; by default, fewer than half."""
         if self.num_malicious is None:
             return (count - 1) // 2
         return min(max(0, self.num_malicious - len(self.info.refused)), count - 1)
@@ -116,7 +116,9 @@ class NearestNeighborMixing(TolerantMixture):
 
 
 class AdaptiveClipping(TolerantMixture):
-    r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` longest of n updates to the largest norm among the others.
+    r"""Clips the updates with the largest norms to the largest norm among the other updates (ARC).
+
+    Among n updates, :math:`\lfloor 2 f (n - f) / n \rfloor` are clipped.
 
     Args:
         num_malicious: Number f of malicious clients; if ``None``, the largest integer below n / 2.

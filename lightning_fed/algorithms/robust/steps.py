@@ -1,4 +1,4 @@
-"""Client updates of a round as a matrix, with inner products and combinations computed in chunks of columns."""
+"""Matrix with a round's client updates as rows, computed in chunks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Steps:
 
     @torch.no_grad()
     def products(self, direction: State) -> Tensor:
-        """Inner product of each client update with ``direction`` (float64 values by entry), shape ``(clients,)``."""
+        """Inner products of all client updates with ``direction``, shape ``(clients,)``."""
         total = torch.zeros(len(self._states), dtype=torch.float64)
         for name in self.names:
             direction_values = _as_real(direction[name])
@@ -75,7 +75,7 @@ class Steps:
 
     @torch.no_grad()
     def mean(self, weights: Tensor, plus: tuple[float, State] | None = None) -> State:
-        """Returns the global model plus the sum of ``weights`` times updates; ``plus`` adds a pair (weight, update)."""
+        """Returns the global model plus a weighted sum of updates. ``plus`` adds one more weight and update."""
         global_weight = float(_global_weight(weights))
 
         def combine(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:
@@ -96,8 +96,8 @@ class Steps:
 
         Args:
             combine: Maps n client models at k coordinates, shape ``(n, k)``, to the combined model, shape ``(k,)``, and
-                for each client the number of coordinates used, shape ``(n,)``. A constant added to all models must be
-                added to the result: then combining models gives the same result as combining updates.
+                for each client the number of coordinates used, shape ``(n,)``. If all models shift by a constant, the
+                combined model must shift by this constant.
             chosen: Indices of the updates to use; if ``None``, all.
         """
         indices = torch.arange(len(self)) if chosen is None else chosen
