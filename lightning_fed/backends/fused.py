@@ -1,7 +1,6 @@
 """Faster replacement for Lightning's loop over training batches (fused visits).
 
-This file depends on private parts of Lightning's loop: order of calls in ``advance``, counters, fetcher and logger
-connector. ``tests/backends/test_fused_visits.py`` compares both loops call by call.
+This file depends on private parts of Lightning's loop. ``tests/backends/test_fused_visits.py`` compares both loops.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ KNOWN_VERSIONS = ("2.5.", "2.6.")
 class BatchLoop:
     """Trains many batches within one call of the hook ``on_train_batch_end``, faster than Lightning's loop.
 
-    The order and arguments of all implemented hooks, the counters, the logged values and the log steps are equal to
-    Lightning's loop. For manual optimization, gradient accumulation, loss scaling or a module with ``optimizer_step``,
-    the batch loop calls Lightning's optimization code.
+    Hooks, counters and logged values are equal to Lightning's loop. For manual optimization, gradient accumulation,
+    loss scaling or a module with ``optimizer_step``, the batch loop calls Lightning's optimization code.
     """
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -62,9 +60,9 @@ class BatchLoop:
         self._connector = trainer._logger_connector  # noqa: SLF001
 
     def train_rest(self, loader: RoundLoader, end_batch: Callable[[Any, Any, int], None]) -> None:
-        """Trains on the next batches, until Lightning must validate or end the fit; then Lightning's loop continues.
+        """Trains on the remaining batches, until Lightning must validate or end the fit.
 
-        After each batch, calls ``end_batch`` with the outputs, the batch and the batch index from :meth:`train`.
+        After each batch, calls ``end_batch(outputs, batch, batch_idx)``.
         """
         if self._is_over:
             return
@@ -256,7 +254,7 @@ class BatchLoop:
 
 
 def build_batch_loop(fit: FederatedFit) -> BatchLoop | None:
-    """Returns the package's fast loop for training clients one by one; ``None`` if only Lightning's loop is possible.
+    """Returns the fast training loop, or ``None`` if only Lightning's loop is possible.
 
     The log states the reason for Lightning's loop. With ``visits="fused"``, an error is raised instead.
     """
@@ -267,8 +265,8 @@ def build_batch_loop(fit: FederatedFit) -> BatchLoop | None:
         return BatchLoop(trainer, fit.module)
     if fit.options.visits_one_by_one == "fused":
         raise MisconfigurationException(
-            f"`visits='fused'`: the visits cannot be fused, because {obstacle}. With visits='auto' Lightning's "
-            "loop trains them, with the same result."
+            f"`visits='fused'` cannot replace Lightning's training loop, because {obstacle}. With visits='auto' "
+            "Lightning's loop trains the clients, with the same result."
         )
     if trainer.is_global_zero:
         _log.info("Visits are not fused, because %s.", obstacle)
@@ -276,7 +274,7 @@ def build_batch_loop(fit: FederatedFit) -> BatchLoop | None:
 
 
 def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_one_client: bool) -> str | None:
-    """Describes a Trainer setting or hook that prevents ``visits="fused"`` (a faster training loop); or ``None``."""
+    """Returns the reason why ``visits="fused"`` (a faster training loop) is impossible, or ``None``."""
     strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
     interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
     obstacles = {
@@ -299,10 +297,10 @@ def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_one_client:
 
 
 def shorten_log(trainer: L.Trainer) -> OverriddenMethod:
-    """Replaces the module's ``log`` in training batches by a faster method, until the returned object restores ``log``.
+    """Replaces the module's ``log`` in training batches by a faster method with the same results.
 
-    In every call of ``log``, Lightning copies the options and moves a running value to a device. If options and device
-    are unchanged, the replaced ``log`` only updates the running value. Logged values are equal bit for bit.
+    If options and device are unchanged since the last call, the method only updates the running value. The returned
+    object restores ``log``.
     """
     results, known = trainer.fit_loop.epoch_loop._results, dict[str, Any]()  # noqa: SLF001
 

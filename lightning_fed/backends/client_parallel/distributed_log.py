@@ -31,8 +31,7 @@ _IRRELEVANT_WARNINGS = (
 class _Entry:
     """Options and latest value for one name logged with ``LightningModule.log``.
 
-    ``metric`` is the attribute path of a logged metric. ``position`` is the index of the client that logged last, in
-    the round's order.
+    ``metric`` is a logged metric's attribute path. ``position`` is the last client's index in the round.
     """
 
     options: dict[str, Any]
@@ -47,11 +46,10 @@ LogPart: TypeAlias = tuple[Mapping[str, _Entry], Mapping[str, LoggedValue]]
 
 
 class DistributedLog(RevertingCallback):
-    """Replaces ``LightningModule.log`` during batches, because each process trains only some of the clients.
+    """Replaces ``LightningModule.log`` during batches, because processes without clients log no values.
 
-    Values logged per step go directly to Lightning; only the first process has loggers. Numbers logged per epoch are
-    reduced over all processes (means weighted by batch size) after a round's last client (:meth:`log_all`), or at the
-    end of an evaluation. Lightning receives metric objects, and combines the metrics' states from all processes.
+    Lightning logs values per step in the first process. Numbers per epoch are reduced over all processes at the end of
+    a round or evaluation; means are weighted by batch size. Lightning combines metric objects over all processes.
     """
 
     def __init__(self) -> None:

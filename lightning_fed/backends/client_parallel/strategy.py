@@ -25,23 +25,21 @@ from lightning_fed.process_group import ClientSharing, ProcessGroup, RoundSynchr
 class ClientParallelStrategy(DDPStrategy, ClientSharing):
     """Trains each round's clients in several processes.
 
-    Every process draws the same clients for a round and trains some of these clients, with the same results as a single
-    process. The processes merge partial aggregates once per round. Gradients are never synchronised, and the module is
-    not wrapped.
+    Every process trains some of the round's clients, with the same results as a single process. The processes exchange
+    data once per round. Gradients are never synchronised, and the module is not wrapped.
 
     During local training a process runs independently: ``trainer.world_size`` is 1, and ``sync_dist=True``,
     ``self.all_gather`` and torchmetrics only use values from this process. Between rounds, in validation and in tests,
-    the strategy behaves like Lightning's ``DDPStrategy``, including launchers and cluster environments (subprocesses,
-    ``torchrun``, SLURM). The processes communicate by gloo on CPUs and by NCCL on GPUs.
+    the strategy behaves like Lightning's ``DDPStrategy``, with the same launchers and cluster environments. The
+    processes communicate by gloo on CPUs and by NCCL on GPUs.
 
     Registered as ``"client_parallel"``.
 
     Args:
-        balance: Quantity to balance between processes: ``"batches"`` (two runs agree bit for bit), or ``"time"``, the
-            number of batches times the client's measured seconds per batch (two runs agree up to float64 rounding).
+        balance: Quantity to balance between processes. ``"batches"`` is the number of batches; two runs agree bit for
+            bit. ``"time"`` is the measured training time; two runs agree up to float64 rounding.
         process_group_backend: Backend for ``torch.distributed``; by default chosen for the device.
-        timeout: Maximum time to wait for other processes. The first process waits for the last process at the end of
-            each round, so the value must exceed the time that a process needs to train its clients in a round.
+        timeout: Maximum time to wait for other processes. Must exceed a process's training time in a round.
         **options: Other arguments of ``DDPStrategy``; the Trainer sets the devices and plugins.
 
     Raises:

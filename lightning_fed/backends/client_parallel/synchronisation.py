@@ -1,4 +1,4 @@
-"""Synchronisation of several processes in a round: independent training of clients, then a merge of all results."""
+"""Merges the results of several processes at the end of each round."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ _ROUNDING = 1e-4  # largest relative difference between the norms of equal model
 class _Share:
     """Results of one process's trained clients, sent to all other processes at the end of the round.
 
-    ``visit_costs`` maps clients to seconds per batch. ``finals`` maps a client's index in the round to the final
-    learning-rate scheduler states. ``stored`` contains the state kept for each client (``ClientStore.share``).
-    ``noted`` contains for each callback the value yielded by the hook ``share_round``, or ``None``.
+    - ``visit_costs``: seconds per batch, by client.
+    - ``finals``: final learning-rate scheduler states, by the client's index in the round.
+    - ``stored``: state kept for each client.
+    - ``noted``: for each callback, the value from ``share_round`` to send to all processes, or ``None``.
     """
 
     is_cut: bool
@@ -56,16 +57,19 @@ class _Share:
 
 
 def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
-    """Resumes a callback's generator ``share_round`` with the values from all processes. A second ``yield`` fails."""
+    """Resumes a callback's generator ``share_round`` with the values from all processes."""
     with suppress(StopIteration):
         flow.send(values)
         raise RuntimeError(
-            "Expected one `yield` in `share_round`, but got a second `yield`: yield all values together."
+            "Expected `share_round` to yield once, but got a second `yield`: yield all values to share together."
         )
 
 
 class ProcessSynchronisation(RoundSynchronisation):
-    """Merges the results from all processes after each round. ``balance``: assigns clients by batches or by time."""
+    """Trains a round's clients in several processes, and merges the results after each round.
+
+    ``balance`` is the quantity to balance between processes: number of batches, or measured training time.
+    """
 
     visit_costs: VisitCosts  # measured costs, used to balance the processes
 
@@ -206,7 +210,7 @@ class ParallelVisits(VisitDriver):
 
 
 def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
-    """Refuses settings and callbacks that do not work if several processes share a round's clients.
+    """Refuses settings and callbacks that do not work with several processes.
 
     Raises:
         MisconfigurationException: If other processes cannot read the client store, if a callback saves checkpoints
@@ -238,7 +242,7 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
 
 
 def shares_notes(callback: FederatedCallback) -> bool:
-    """True if a callback sends data from client updates to all processes: ``share_round`` or ``shared_attribute``."""
+    """True if a callback implements ``share_round`` or sets ``shared_attribute``, to share data between processes."""
     return hasattr(callback, "shared_attribute") or is_overridden("share_round", callback, FederatedCallback)
 
 

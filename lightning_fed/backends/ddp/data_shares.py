@@ -54,7 +54,7 @@ def deal(positions: np.ndarray, rank: int, size: int, least: int = 1) -> np.ndar
     """Returns the share of ``positions`` (indices of examples) for process ``rank`` among ``size`` processes.
 
     A share contains every ``size``-th position. All shares have equal length, at least ``least``. If positions are too
-    few, the first positions are repeated. BatchNorm needs ``least=2``, because BatchNorm cannot train on one example.
+    few, the first positions are repeated. BatchNorm needs ``least=2``.
 
     Example:
         >>> [deal(np.arange(5), rank, 2).tolist() for rank in range(2)]

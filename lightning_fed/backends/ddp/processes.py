@@ -26,7 +26,7 @@ Serve = Callable[[Any], Callable[[Any, Callable[[Sequence[str]], None]], Any]]
 
 
 def as_bytes(value: Any) -> bytes:
-    """Pickles a client's arguments for the client's other processes on the same machine.
+    """Pickles a client's arguments for other processes on the same machine.
 
     Raises:
         MisconfigurationException: If an argument cannot be pickled, such as a lambda.
@@ -46,12 +46,12 @@ def current_rank() -> tuple[int, int]:
 
 
 class Processes:
-    """A client's training processes, with ``torchrun``'s environment variables. The first task starts the processes.
+    """Several processes that train one client. The first call of :meth:`run` starts the processes.
 
     Args:
         size: Number of processes.
-        arguments: The client's arguments for ``serve``, pickled.
-        serve: Function that each process calls once with the arguments. ``serve`` returns the function for all tasks.
+        arguments: Pickled arguments for ``serve``.
+        serve: Function called once in each process. Returns the function to call for each training task.
     """
 
     def __init__(self, size: int, arguments: bytes, serve: Serve) -> None:
@@ -60,11 +60,10 @@ class Processes:
         self._pipes: list[Connection] = []
 
     def run(self, order: Any, judge: Callable[[Sequence[str]], None]) -> Any:
-        """Sends the training task ``order`` to all processes, and returns the first process's answer.
+        """Sends a training task to all processes, and returns the first process's answer.
 
-        Before training, ``judge`` receives the names of the tensors that the client would send, and raises an error if
-        the site's policy forbids a tensor. If a process fails, all processes are stopped, and ``ClientFault`` is
-        raised.
+        Before training, ``judge`` checks the names of the tensors to send against the site's policy. If a process
+        fails, all are stopped, and ``ClientFault`` is raised.
         """
         if not self._running:
             self._start()

@@ -53,7 +53,7 @@ def build_runner(federation: Federation, model: Any, data: Any, trainer: Any, **
 
 
 def _select_devices(trainer: Mapping[str, Any]) -> L.Trainer:
-    """Creates a Trainer with the devices of ``trainer``. Refuses several machines, and strategies except DDP.
+    """Creates a Trainer to find the devices selected by the arguments ``trainer``.
 
     Raises:
         MisconfigurationException: If ``num_nodes`` is above 1, or several devices are combined with a strategy other
@@ -82,9 +82,8 @@ def _select_devices(trainer: Mapping[str, Any]) -> L.Trainer:
 class DistributedRunner(ClientRunner):
     """Client side that trains in several processes.
 
-    The processes start with the first training and keep running. Only the main process checks the server's messages,
-    knows the secret keys of a secure sum, and sends answers. Requests, measurements and evaluations run in the main
-    process, on one device. If a process ends or raises, all other processes are ended, and the client misses the round.
+    The processes start with the first training and keep running. Only the main process communicates with the server and
+    evaluates models, on one device. If a process fails, all processes are ended, and the client misses the round.
 
     Raises:
         MisconfigurationException: If a callback needs all data of a visit, because each process reads only a share, or
@@ -142,7 +141,10 @@ class RankRunner(ClientRunner):
             self.store_kind = _ReadStore
 
     def train(self, packet: Packet, node: Mapping[str, Any], judge: Any) -> tuple[Any, ...]:
-        """Trains a client on this process's data share. Returns step count, update, error, and per-step schedulers."""
+        """Trains on this process's share of the client's data, after ``judge`` accepts the tensors to send.
+
+        Returns the number of steps, the update, the error if training failed, and learning-rate scheduler states.
+        """
         self.keep_log()
         population, datamodule = self._data_at(node)
         train_request, broadcast = read_train_request(packet, VISIT)
@@ -158,10 +160,11 @@ class RankRunner(ClientRunner):
 
 
 class RankSide(RemoteServerSide):
-    """Stands for the server in a DDP process. Other processes read the stored tensors before the first one writes."""
+    """Replaces the server in a client's training process."""
 
     def start(self, fit: FederatedFit) -> None:
         strategy = fit.trainer.strategy
+        # The other processes read the stored tensors before the first process writes.
         if fit.trainer.is_global_zero:
             strategy.barrier()
         super().start(fit)
@@ -178,7 +181,7 @@ class _ReadStore(FolderStore):
 
 
 def answer_visit(arguments: tuple[Any, ...]) -> Any:
-    """Creates a DDP process's runner. Returns a function to train a client; all errors are raised as ClientFault."""
+    """Builds the runner of one training process. Returns the function that trains the client."""
     return partial(_answer_visit, RankRunner(*arguments))
 
 

@@ -36,8 +36,8 @@ def client_app(
     settings. Client state (personal layers, optimizer state, callback state) stays in ``store``, and the server cannot
     request it.
 
-    A machine may serve several clients: all clients in ``data``. If the node configuration has ``partition-id`` and
-    ``num-partitions``, as in a Flower simulation, the machine serves every ``num-partitions``-th client.
+    A machine serves all clients in ``data``. In a Flower simulation, the machine with the node configuration
+    ``partition-id`` serves every ``num-partitions``-th client.
 
     Args:
         federation: The federation, with the same arguments as on the server.
@@ -48,8 +48,8 @@ def client_app(
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in Flower's folder (``FLWR_HOME``).
         bounds: Limits for work requested by the server; unlimited by default.
-        policy: File with the site policy (:mod:`lightning_fed.backends.site`); if a given file is missing, no answer is
-            sent. By default ``site_policy.toml`` in ``store``; if ``store`` never had a policy, all answers are sent.
+        policy: File with the site policy (:mod:`lightning_fed.backends.site`), by default ``site_policy.toml`` in
+            ``store``. If a given file is missing, no answer is sent. Without any policy, all answers are sent.
 
     Raises:
         ValueError: If ``trainer`` has an argument reserved for the server.

@@ -1,13 +1,10 @@
 """Gateway: the server's only port for other machines. Forwards calls from registered SuperNodes, and no other calls.
 
-Flower's SuperLink serves all its APIs on one port. SuperNodes sign all calls (``/v1/fleet/``). Any caller can use
-``/v1/control/`` to start and stop runs, read logs, and register nodes, because Flower's free edition has no login.
+Flower's SuperLink serves all APIs on one port, and does not check who starts and stops runs or registers nodes.
 Therefore the SuperLink listens on the loopback address, behind the gateway.
 
-Callers without a registered key must not exhaust the gateway. A new connection has ten seconds to make a call with a
-registered key and a valid signature in the headers; before this call, the gateway reads no body. The number of such
-connections is limited for each network (an IPv4 address or an IPv6 /64), and a new connection replaces the oldest one.
-Bodies are streamed to the SuperLink.
+A new connection has ten seconds to make a call signed by a registered node. The number of connections without such a
+call is limited.
 """
 
 from __future__ import annotations
@@ -109,7 +106,7 @@ class Registry:
 
 
 class Connection(socket.socket):
-    """Connection from another machine: a *stranger*, except during a call signed by a registered node."""
+    """Connection from another machine, with the remote address and network."""
 
     peer: tuple[Any, ...]  # address and port
     network: bytes  # an IPv4 address, or the first 64 bits of an IPv6 address: a network may have 2^64 addresses
@@ -121,10 +118,10 @@ class Connection(socket.socket):
 
 
 class Listener(socket.socket):
-    """Listening socket that limits *strangers*: open connections without a running signed call from a registered node.
+    """Listening socket that limits the number of *strangers* (unauthenticated connections).
 
-    At the limit, a new connection replaces the oldest stranger. ``strangers`` maps remote addresses to connections, for
-    all listeners in this process, oldest first.
+    A connection is a stranger, except during a call signed by a registered node. At the limit, a new connection
+    replaces the oldest stranger. ``strangers`` maps remote addresses to connections, oldest first.
     """
 
     strangers: ClassVar[dict[tuple[Any, ...], Connection]] = {}
@@ -161,7 +158,7 @@ class Listener(socket.socket):
 
 
 def watch(connection: Connection) -> None:
-    """Closes the connection in ten seconds, unless a call signed by a registered node is in progress then."""
+    """Registers a stranger (see :class:`Listener`). Closes the connection if still a stranger after ten seconds."""
     Listener.strangers[connection.peer] = connection
     asyncio.get_running_loop().call_later(_STRANGER_SECONDS, _end, connection)
 

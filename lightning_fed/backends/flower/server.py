@@ -37,9 +37,7 @@ def server_app(
     saves the global model in ``folder``. A restarted app resumes from the last complete round in ``folder``. To start a
     new run, use another folder.
 
-    The network only carries messages: the global model and additional tensors in one direction, updates in the other.
-    Messages are validated and never unpickled. A client without a valid answer within the time limit is excluded from
-    the round.
+    A client without a valid answer within the time limit is excluded from the round.
 
     Args:
         federation: The federation. The client side needs the same arguments.
@@ -47,10 +45,9 @@ def server_app(
         val_data: Validation data for the global model, as for :class:`~lightning_fed.data.FederatedDataModule`, or a
             datamodule with a validation loader (``setup`` receives the stage ``"validate"``).
         trainer: Arguments for ``L.Trainer``; ``max_epochs`` is the number of rounds.
-        clients: The client names, or the number of clients. Training starts when all clients are connected. Clients
-            that connect later are ignored, and a resumed run waits for the original clients. A mapping assigns each
-            client a SuperNode's public key (text of the ``.key.pub`` file) or number (from
-            ``flwr supernode register``); no other node can then answer for the client or receive the client's messages.
+        clients: The client names, or the number of clients. Training starts when all clients are connected, and ignores
+            later clients. A mapping assigns each client a SuperNode: the public key (text of the ``.key.pub`` file) or
+            the number (from ``flwr supernode register``). No other node can then act for the client.
         folder: Folder for checkpoints, including ``last.ckpt``.
         callbacks: Additional callbacks.
         time_limit: Seconds per round for the clients' answers, or a :class:`Deadline`.

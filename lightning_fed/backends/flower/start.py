@@ -1,4 +1,4 @@
-"""Starts the processes of a server or node: Flower's programs with safe options, gateway and worker."""
+"""Starts the processes of a Flower server or node."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ _GRACE_SECONDS = 10.0
 def start_server(keys: Path, address: str, host: str | None = None, port: int = 8000) -> None:
     """Runs SuperLink, SuperExec and gateway until one of these processes ends.
 
-    The SuperLink listens on the loopback address at ``port``, accepts only registered nodes, and stores state in
-    ``server`` in Flower's folder. A shared secret between SuperLink and SuperExec prevents other users of the machine
-    from running an app. :func:`write_certificates` creates the folder ``keys``. The gateway listens on ``host``, by
-    default the host in ``address``.
+    The SuperLink listens on the loopback address at ``port``, and stores state in ``server`` in Flower's folder. The
+    gateway listens on ``host``, by default the host in ``address``. :func:`write_certificates` creates the folder
+    ``keys``.
     """
     name, gateway_port = split_address(address)
     ca, certificate, key = (str((keys / file).resolve()) for file in ("ca.crt", "server.crt", "server.key"))
@@ -70,8 +69,8 @@ def start_server(keys: Path, address: str, host: str | None = None, port: int = 
 def start_node(app: Path, keys: Path, address: str, client: str, config: str = "") -> None:
     """Runs worker, SuperNode and SuperExec until one of these processes ends.
 
-    The SuperNode listens on the loopback address. A shared secret between SuperNode and SuperExec prevents other users
-    of the machine from answering for the client. The secret and the socket are in ``node-<client>`` in Flower's folder.
+    The SuperNode listens on the loopback address, and stores a secret in ``node-<client>`` in Flower's folder. The
+    secret prevents other users of the machine from answering for the client.
     """
     split_address(address)
     ca, key = (str((keys / file).resolve()) for file in ("ca.crt", f"{client}.key"))
@@ -160,8 +159,8 @@ def _run_together(
 ) -> None:
     """Starts one process per command, each after the previous process accepts connections. Then logs ``ready``.
 
-    ``listening`` contains each process's address; ``None`` without an address. If one process exits, ends all processes
-    and raises ``SystemExit`` with the status. A ``SIGTERM`` or an interrupt also ends all processes.
+    ``listening`` contains each process's address, or ``None``. If one process exits, all processes end with
+    ``SystemExit``. A ``SIGTERM`` or an interrupt also ends all processes.
     """
     environment = {**flower_environment(), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []

@@ -40,7 +40,7 @@ _COLLECTION = 3600.0  # seconds after the time limit for reading answers that ar
 
 
 def split_bytes(data: bytes) -> list[memoryview]:
-    """Splits a packet's bytes into several arrays, because Flower copies each array four times in memory."""
+    """Splits a packet's bytes into several arrays, to save memory in Flower."""
     return [memoryview(data)[start : start + _ARRAY] for start in range(0, max(len(data), 1), _ARRAY)]
 
 
@@ -70,8 +70,7 @@ class FlowerTransport(Transport):
     """Sends packets over Flower's message interface. Asks each new node for the names of the node's clients.
 
     ``bound`` maps a client to the only permitted node: a public key (text of a ``.pub`` file) or Flower's node number.
-    Other nodes get no messages for the client. If ``bound`` is ``None``, the first node that names a client serves the
-    client.
+    If ``bound`` is ``None``, the first node that names a client serves the client.
     """
 
     def __init__(

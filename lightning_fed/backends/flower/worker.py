@@ -1,4 +1,4 @@
-"""Worker: a client process that builds model and data once, and answers many short-lived Flower processes."""
+"""Worker: a client process for many short-lived Flower processes. Builds model and data once."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ _log = logging.getLogger(__name__)
 
 
 def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
-    """Answers messages for the client app, received at the Unix socket with path ``socket``, one at a time.
+    """Answers messages for the client app one at a time, received at the Unix socket ``socket``.
 
-    Raises ``PermissionError`` if other users can access the socket's folder. A socket left by an earlier worker is
-    replaced. Messages are never unpickled.
+    Raises ``PermissionError`` if other users have access to the socket's folder.
     """
     if not isinstance(app, LightningClientApp):
         raise TypeError(f"Expected an app from `client_app`, but got {app!r}.")

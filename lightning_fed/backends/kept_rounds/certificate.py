@@ -19,9 +19,8 @@ def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
     """Returns a run's certificate: signed JSON text about all rounds stored in ``folder``.
 
     - ``participants``: for each client, the number of rounds with a valid update, and with an exclusion.
-    - ``rounds``: for each round, the clients with a valid update, the excluded clients with reasons, method, rule,
-      update steps, package versions, metrics (with epsilon and evaluations), digests of models and updates, and the
-      digest of the last line in each site's message log.
+    - ``rounds``: for each round, the clients and exclusions, method, rule, update steps, package versions, metrics, and
+      digests of models, updates and the sites' message logs.
     - ``files``: digest of each file.
     """
     rounds = [json.loads(path.read_text()) for path in sorted(folder.glob(f"round-*/{RECORD}"))]

@@ -32,8 +32,8 @@ _PACKAGES = "lightning-fed", "lightning", "torch"
 class KeepRounds(FederatedCallback):
     """Stores every round's updates and models on the server, for `lightning-fed replay` and `lightning-fed certify`.
 
-    The updates of single clients may reveal private data: protect the folder like the data. Each round's JSON file
-    (clients, method, versions, metrics, digests) stays in the folder, also after the deletion of updates and models.
+    The updates of single clients may reveal private data: protect the folder like the data. Each round also has a JSON
+    file (clients, method, versions, metrics, digests), kept after the deletion of updates and models.
 
     Args:
         folder: The folder.
@@ -99,7 +99,7 @@ class KeepRounds(FederatedCallback):
         self._last_validation = trainer.current_epoch
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """After validation, writes a file with the round's clients, metrics and digests.
+        """Writes a file with the round's clients, metrics and digests, after validation.
 
         Deletes the oldest updates and models if above ``max_bytes``.
         """
@@ -139,15 +139,15 @@ def replay_round(
     """Repeats a stored round's aggregation without the clients in ``without``. Returns the stored and the new model.
 
     ``federation`` must have the run's update steps. If the aggregation rule differs from the run's rule, the new rule
-    starts without state. Refuses secure sums, because the server stores no single updates, and noise, because the
-    server draws new noise.
+    starts without state. Rounds with a secure sum or noise cannot be repeated.
     """
     content, updates = load_round(folder, round)
     chain = federation.server.chain
+    # With a secure sum no single update is stored, and noise would be drawn anew.
     if chain.describe() != content["steps"] or chain.reveals != "update":
         raise OptionError(
-            f"Expected the update steps of the run that stored the round, {content['steps']}, without secure sum or "
-            f"noise, but got {chain.describe()}: give the run's recipe."
+            f"Expected the update steps of the stored run, {content['steps']}, but got {chain.describe()}: use the "
+            "run's recipe. Rounds with a secure sum or noise cannot be repeated."
         )
     if federation.method.name == content["method"]:
         chain.load_state_dict(content["chain"])

@@ -92,7 +92,7 @@ class FederationController(Controller):  # type: ignore[misc]
         self._key = read_private_key(key)
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        """Patches NVFLARE at the job's start: if decoding a client's answer fails, the server process does not exit."""
+        """Patches NVFLARE: an unreadable answer from a client must not end the server process."""
         _survive_bad_answers()
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:

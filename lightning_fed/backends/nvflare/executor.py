@@ -42,8 +42,8 @@ class FederationExecutor(Executor):  # type: ignore[misc]
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in the site's workspace, shared by all jobs.
         bounds: Limits for work requested by the server; unlimited by default.
-        policy: File with the site policy (:mod:`lightning_fed.backends.site`); if a given file is missing, no answer is
-            sent. By default ``site_policy.toml`` in ``store``. If ``store`` never had a policy, all answers are sent.
+        policy: File with the site policy (:mod:`lightning_fed.backends.site`), by default ``site_policy.toml`` in
+            ``store``. If a given file is missing, no answer is sent. Without any policy, all answers are sent.
 
     Example:
         >>> import torch

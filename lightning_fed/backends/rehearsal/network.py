@@ -1,4 +1,4 @@
-"""Simulated network in virtual time: records each message's delivery or loss, and checks the server's reaction."""
+"""Simulated network between server and clients, with checks of the server's reactions."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ _TICK = 3.0  # seconds between a change of a connection and the server's reactio
 class Message:
     """Message from the server to a client, with the times of delivery and answer.
 
-    Times are in simulated seconds; a time is ``None`` until the event. At ``arrived_at`` the client's first answer
-    (``reply``) is available to the server. At ``closed_at`` the server has an answer or stops waiting for an answer. At
-    ``given_up_at`` the server treats the client's connection as lost. ``start`` counts the starts of the client's
-    process before the message was sent. ``is_damaged`` is true if the network has changed the answer.
+    Times are in simulated seconds, and ``None`` before the event.
+
+    - ``start``: start number of the client's process when the message was sent.
+    - ``arrived_at``: the server can read the client's first answer, ``reply``.
+    - ``closed_at``: the server has an answer or stops waiting.
+    - ``given_up_at``: the server considers the connection lost.
+    - ``is_damaged``: whether the network has changed the answer.
     """
 
     name: str
@@ -55,7 +58,7 @@ class Message:
 
 
 class Site:
-    """A client's machine: handles messages one at a time. ``inspect`` is called with the site, message and answer."""
+    """A client's simulated machine. Calls ``inspect(site, message, answer)`` for each answer."""
 
     def __init__(
         self,
@@ -171,7 +174,10 @@ class Site:
 
 
 class RehearsalTransport(Transport):
-    """Delivers messages in virtual time, and checks that the server handles every message correctly."""
+    """Simulated network. Waiting only advances the simulated clock.
+
+    Reports the server's mistakes, such as a lost answer or a missed deadline, to ``check``.
+    """
 
     def __init__(
         self,
@@ -254,7 +260,7 @@ class RehearsalTransport(Transport):
         round: int,
         again: Callable[[Client], Packet] | None = None,
     ) -> Iterator[tuple[Client, Answer]]:
-        """Calls :meth:`Transport.ask`, and compares answers, waiting times and byte counts with the simulation."""
+        """Calls :meth:`Transport.ask`, and checks answers, waiting times and byte counts against the simulation."""
         start = turn = self._world.now
         self.server.set_fuse(self._limit.seconds)
         before, due = self.late, sum(message.is_late(start, self._valid) for message in self.messages.values())

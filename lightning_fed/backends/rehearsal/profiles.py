@@ -1,4 +1,4 @@
-"""Profiles of sites and network for a rehearsal, from a TOML file."""
+"""Profiles for machines in a simulated deployment, from a TOML file."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Sites:
-    """Simulated speed, network and faults by machine. The server waits ``patience`` seconds for sites to connect."""
+    """Profiles by machine. The server waits ``patience`` seconds for sites to connect."""
 
     server: Profile
     sites: Mapping[Client, Profile]
@@ -94,4 +94,4 @@ def _read_profile(name: str, table: Mapping[str, Any], path: str | os.PathLike[s
     try:
         return Profile(**table)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"Expected a profile in the table `{name}` of {os.fspath(path)}: {error}.") from error
+        raise ValueError(f"The table `{name}` in {os.fspath(path)} is invalid: {error}.") from error

@@ -1,4 +1,4 @@
-"""Rehearsal of a deployment: runs the real server and clients in virtual time, and checks models and messages."""
+"""Simulates a deployment with the real server and client programs, and checks models and messages."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ _MOST_VERSIONS = 4  # of a client's stored state in a run, independent of the nu
 class Plan:
     """Deployment to simulate.
 
-    The functions ``federation`` and ``model`` are called in every process, and ``data`` in a client's process. If
-    ``data`` is ``None``, the data are artificial. ``model_bytes`` is the real model's size; if ``None``, the size of
-    ``model``. If ``trains`` is false, :func:`train_stand_in` computes the updates.
+    ``federation`` and ``model`` are called in every simulated process. ``data`` returns a client's data; by default the
+    data are artificial. ``model_bytes`` is the real model's size, by default the size of ``model``. ``trains`` selects
+    real training; by default :func:`train_stand_in` computes artificial updates.
     """
 
     sites: Sites
@@ -84,12 +84,14 @@ class RoundResult:
 
 @dataclass
 class Outcome:
-    """Result of one rehearsal (a federated fit simulated in virtual time).
+    """Result of one rehearsal (a simulated federated fit).
 
-    ``megabytes`` is the traffic in both directions, for the real model. ``failure`` is the reason if the rehearsal
-    ended before the last round. ``excluded`` maps (client, reason) to the number of rounds without this client's
-    update. ``log`` lists events as (seconds, machine, text). ``answer_seconds`` lists the seconds from a request to a
-    client's answer. ``order`` lists the updates' order of arrival, for asynchronous methods.
+    - ``megabytes``: traffic in both directions, for the real model.
+    - ``failure``: reason if the rehearsal ended before the last round.
+    - ``excluded``: number of rounds without a client's update, by (client, reason).
+    - ``log``: events as (seconds, machine, text).
+    - ``answer_seconds``: seconds from each request to the client's answer.
+    - ``order``: arrivals of updates, for asynchronous methods.
     """
 
     seed: int

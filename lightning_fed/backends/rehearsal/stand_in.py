@@ -1,4 +1,4 @@
-"""Client without training: real messages, checks and files, but updates computed by a simple function."""
+"""Replacement for a client's training in simulated deployments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Summary over many rehearsals: probabilities, quantiles, advice, and the worst seeds."""
+"""Summary of many simulated runs of a deployment."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def suggest_deadline(plan: Plan, outcomes: Sequence[Outcome]) -> str:
     """Suggests arguments for :class:`Deadline` from the answer times in all rehearsals (simulated fits).
 
     ``seconds`` is 1.2 times the 99 % quantile of the clients' answer times. In 95 % of the rounds, the server received
-    at least ``min_clients`` valid updates. ``rest``, the waiting time after ``min_clients`` answers, is the 95 %
-    quantile of the answer times minus their median.
+    at least ``min_clients`` valid updates. ``rest`` is the 95 % quantile of the answer times minus the median.
     """
     times = [seconds for outcome in outcomes for seconds in outcome.answer_seconds]
     if not times:
@@ -51,7 +50,10 @@ def suggest_deadline(plan: Plan, outcomes: Sequence[Outcome]) -> str:
 
 
 def write_summary(plan: Plan, outcomes: Sequence[Outcome]) -> str:
-    """Formats results of simulated deployments as Markdown: probability that each round ends, costs, exclusions."""
+    """Formats the results of simulated deployments as Markdown.
+
+    Shows the probability to complete a number of rounds, durations, traffic, and excluded clients with reasons.
+    """
     count = len(outcomes)
     reached = [["rounds", "probability"]]
     for rounds in sorted({math.ceil(plan.rounds * part / 4) for part in (1, 2, 3, 4)}):
@@ -85,7 +87,7 @@ def write_summary(plan: Plan, outcomes: Sequence[Outcome]) -> str:
 
 
 def write_log(outcome: Outcome, last: int | None = None) -> str:
-    """Formats all (or the ``last``) events in a simulated fit, one per line: time (h:m:s), machine, text."""
+    """Formats the ``last`` events in a simulated fit, one per line; by default all events."""
     events = outcome.log if last is None else outcome.log[-last:]
     return "\n".join(
         f"{int(time // 3600)}:{int(time % 3600 // 60):02d}:{time % 60:06.3f} {machine or '-'}: {text}"

@@ -40,7 +40,7 @@ class Killed(BaseException):
 
 @dataclass
 class _Change:
-    """A replaced, renamed or deleted file in the simulation: time, inode of the folder, path, and earlier content."""
+    """Replaced, renamed or deleted file on a simulated machine, with the earlier content."""
 
     time: float
     folder: int
@@ -52,9 +52,9 @@ class _Change:
 class Machine:
     """A simulated machine with a process, a disk, a clock and a connection.
 
-    ``starts`` counts the starts of the process. ``is_dead`` is true after the simulated end of the process: exception
-    handlers still run, but cannot change files. A simulated power failure undoes recent file changes; ``lost`` maps
-    each file to the largest number undone by one power failure.
+    - ``starts``: number of starts of the process.
+    - ``is_dead``: whether the process was killed. Running exception handlers then cannot change files.
+    - ``lost``: for each file, the largest number of changes undone by one power failure.
     """
 
     def __init__(self, name: str, profile: Profile, folder: Path, world: World) -> None:
@@ -229,11 +229,12 @@ class Machine:
 
 
 class World:
-    """Virtual clock and queue of events; replaces the module ``time`` in backends.
+    """Simulated clock with a queue of events.
 
-    ``now`` is the time of the current event in seconds, and ``offset`` is the time used by the running process since
-    then. Message and file sizes are multiplied by ``scale``, the real model's size divided by the simulated model's
-    size. ``log`` contains events as (seconds, machine, text).
+    - ``now``: time of the current event in seconds.
+    - ``offset``: seconds used by the running process since ``now``.
+    - ``scale``: factor for message and file sizes, to simulate a larger model.
+    - ``log``: events as (seconds, machine, text).
     """
 
     def __init__(self, seed: int, scale: float = 1.0) -> None:
@@ -262,7 +263,7 @@ class World:
 
     @contextmanager
     def run_on(self, machine: Machine | None) -> Iterator[None]:
-        """Context in which code runs on a simulated machine with simulated faults; with ``None``, without faults."""
+        """Runs the code of a ``with`` block on a simulated machine; with ``None``, without simulated faults."""
         before = self.machine, self.offset
         self.machine, self.offset = machine, 0.0
         try:
@@ -297,7 +298,7 @@ class World:
 
     @contextmanager
     def replace_time(self, folder: Path) -> Iterator[None]:
-        """Context in which server and client code uses the simulated clock, disks and log."""
+        """Replaces clock, disks and log in server and client code by the simulation, in a ``with`` block."""
         self.folder = f"{folder}/"
         with ExitStack() as stack:
             for name in _REPLACED:

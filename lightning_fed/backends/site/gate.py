@@ -1,4 +1,4 @@
-"""Policy check on a site (a client's machine): checks and records every server message and every answer."""
+"""Checks and records every message between a site (a client's machine) and the server."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ _PROTOCOL = (NOT_HELD, NOT_HERE)  # texts on which the server acts; neither text
 
 
 class SiteGate:
-    """Checks server messages and answers against the site's policy. Appends both to the record file (message log).
+    """Checks messages against the site's policy, and appends each message to the site's log (record).
 
-    The gate reads the policy before handling a server's message, and again before sending the answer. If the policy is
-    unreadable or the record is damaged, the server receives a constant text, not the answer. If the policy is optional
-    (``is_required=False``), the gate is active as soon as a policy, a record or a file with a similar name exists. A
-    deleted policy or a typing error in the file name therefore does not open the site.
+    The policy is read before a server's message is handled, and again before the answer is sent. If the policy is
+    unreadable or the log is damaged, the server receives only a constant text. With ``is_required=False``, checks begin
+    as soon as a policy, a log or a file with a similar name exists.
     """
 
     def __init__(self, path: Path, is_required: bool, half: Half, store: Path) -> None:
@@ -144,10 +143,10 @@ class SiteGate:
     def _judge(
         self, policy: SitePolicy, record: Record, order: Order, reply: Packet | Refusal | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Checks a server's message, or a client's ``reply``, by the policy. Raises ``Refusal`` if forbidden.
+        """Checks a server's message, and the client's ``reply`` if given, by the policy.
 
-        Returns content for the site's record: by policy rule, the setting that allowed the message or reply; and all
-        tensor names and metric names in the reply.
+        Raises ``Refusal`` if forbidden. Returns two values for the site's log: a dictionary from policy rule to the
+        setting that allowed the message or reply, and the names of all tensors and metrics in the reply.
         """
         if isinstance(reply, Refusal):
             raise reply

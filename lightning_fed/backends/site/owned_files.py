@@ -1,4 +1,4 @@
-"""Private files, and ownership checks: other users cannot read, change or replace a site's files."""
+"""Files protected from access by other users on the machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def check_owner(status: os.stat_result) -> None:
-    """Raises ``OSError`` if other users can change a file with the ``os.stat`` result ``status``."""
+    """Raises ``OSError`` if other users can change the file. ``status`` is the result of ``os.stat``."""
     if os.name == "posix" and (status.st_mode & 0o022 or status.st_uid not in (0, os.getuid())):
         raise OSError(
             "other users can change the file or folder: use chmod go-w, and chown to root or the worker's user"
@@ -16,12 +16,10 @@ def check_owner(status: os.stat_result) -> None:
 
 
 def check_parents(path: Path) -> None:
-    """Raises ``OSError`` if other users can replace the file through write access to a parent folder.
-
-    In a folder with the sticky bit (``/tmp``), users cannot rename files of other users.
-    """
+    """Raises ``OSError`` if other users can replace the file through write access to a parent folder."""
     for depth, folder in enumerate(path.resolve().parents):
         status = folder.stat()
+        # With the sticky bit (`/tmp`), users cannot rename files of other users.
         if depth == 0 or not status.st_mode & stat.S_ISVTX:
             check_owner(status)
 

@@ -59,7 +59,7 @@ class PolicyError(Exception):
 
 
 class Refusal(ClientFault):
-    """Raised to refuse a server's message, with the violated policy rule, and a reason for the site's log."""
+    """Raised if the site policy forbids a message. Contains the violated rule, and a reason for the site's log."""
 
     def __init__(self, rule: str, reason: str) -> None:
         super().__init__(reason)
@@ -68,7 +68,7 @@ class Refusal(ClientFault):
 
 @dataclass(frozen=True)
 class Half:
-    """Client half of a federation, for the policy check: method name, update steps (in client order), callbacks."""
+    """Describes a client program for the policy check: method name, update steps and callbacks."""
 
     method: str
     steps: Sequence[UpdateStep] = ()
@@ -77,11 +77,12 @@ class Half:
 
 @dataclass(frozen=True)
 class Order:
-    """Request from the server to a site for an answer of the kind ``answer``, such as ``"update"``.
+    """Server's request to a site, such as for an update.
 
-    ``text`` is the message without signature. ``client`` is ``None`` if the server asks for the clients' names.
-    ``sum_size`` is the number of clients in a secure sum, or ``None`` if unknown. ``stage`` names the protocol step of
-    the secure sum. ``head`` is the last line (number, digest) known to the server from the site's record file.
+    ``answer`` is the kind of the requested answer, and ``text`` the message without signature. ``client`` is ``None``
+    if the server asks for the clients' names. ``sum_size`` is the number of clients in a secure sum, or ``None`` if
+    unknown. ``stage`` names the step of the secure sum. ``head`` is the number and digest of the last line in the
+    site's log known to the server.
     """
 
     answer: str
@@ -98,14 +99,14 @@ class Order:
 
 @dataclass(frozen=True)
 class RequiredStep:
-    """Rule in a site policy: class name of a required update step or callback, and bounds for numeric attributes."""
+    """Policy rule for a required update step or callback, with bounds for numeric attributes."""
 
     name: str
     at_least: Mapping[str, float] = field(default_factory=dict)
     at_most: Mapping[str, float] = field(default_factory=dict)
 
     def find_fault(self, half: Half) -> str | None:
-        """Returns why the client program ``half`` breaks this rule (such as a missing step), or ``None``."""
+        """Returns the reason why a client program breaks this rule, or ``None``."""
         reason: str | None = f"the federation has no {self.name}"
         for index, step in enumerate(half.steps):
             if type(step).__name__ == self.name:
@@ -134,7 +135,9 @@ class RequiredStep:
 
 @dataclass(frozen=True)
 class SitePolicy:
-    """A site's rules for servers and data. Allowed names are patterns (:mod:`fnmatch`); an empty list allows no name.
+    """A site's rules for servers and for outgoing data.
+
+    Allowed names are patterns, as in :mod:`fnmatch`. An empty list allows no name.
 
     Args:
         digest: Hash of the policy file.
@@ -183,7 +186,10 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Returns, by rule, the settings that allow a request to the client program ``half``, or raises ``Refusal``."""
+        """Checks a server's request by this policy. Raises ``Refusal`` if forbidden.
+
+        ``half`` describes the client's program. Returns, for each policy rule, the setting that allowed the request.
+        """
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed
@@ -215,10 +221,10 @@ class SitePolicy:
         _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
-        """Checks a client's answer by this policy, before the answer leaves the site. Raises ``Refusal`` if forbidden.
+        """Checks a client's answer before sending. Raises ``Refusal`` if forbidden.
 
-        ``answer`` is the kind, and ``text`` the JSON message. Returns the patterns with a matching name, by rule, and
-        all tensor names and metric names in the answer.
+        ``answer`` is the requested kind, such as ``"update"``, and ``text`` the JSON message. Returns a dictionary from
+        policy rule to the patterns that allowed names in the answer, and a list of all tensor names and metric names.
         """
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]
@@ -260,10 +266,9 @@ class SitePolicy:
 
 
 def read_policy(path: Path) -> SitePolicy:
-    """Reads a policy, and checks the owner and permissions of the file.
+    """Reads a policy file. Raises ``PolicyError`` if the file is invalid or unprotected.
 
-    Raises ``PolicyError`` for unreadable content, unknown rules or a symbolic link, and if users other than root and
-    the current user own or can change the file or its folder.
+    Only root and the current user may own or change the file and its folder. Symbolic links are refused.
     """
     try:
         content = _read_own_file(path)
@@ -370,7 +375,7 @@ def find_kind(text: str) -> str:
 
 
 def read_order(kind: str, text: str, data: bytes) -> Order | None:
-    """Reads a server's message, signed or not, as an :class:`Order`. Returns ``None`` if the message is invalid."""
+    """Parses a server's message without checking the signature. Returns ``None`` if invalid."""
     text, signature = split_signature(text)
     try:
         header = json.loads(text)["header"]

@@ -1,10 +1,9 @@
-"""Site record: an append-only file with server messages and answers, secured by a hash chain.
+"""Site record: an append-only log of server messages and answers, secured by a hash chain.
 
-A line is ``DIGEST JSON``, where ``DIGEST`` is the SHA-256 of the previous line's digest, a space and the JSON. The
-chain reveals changed, removed, added, moved and truncated lines. A second file contains the head: number and digest of
-the record's last line. The server receives the head with each update and returns the head with the next train request.
-A missing record, or a record that contradicts the head, is an error. When a record is archived, the first line of the
-new record contains number and digest of the archived record's last line, and numbering continues.
+Each line is ``DIGEST JSON``. ``DIGEST`` is the SHA-256 of the previous line's digest, a space and the JSON. The chain
+reveals changed, removed, added and moved lines. A second file contains the head: number and digest of the last line.
+The server receives the head with each update, and returns the head with the next train request. A record that
+contradicts the head is an error. The first line of a new record continues the archived record.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ _TORN = re.compile(rb"[^\n]+|[0-9a-f]{1,64}( [^\n]*)?(\n([0-9a-f]{1,64}( [^\n]*)
 
 
 class RecordError(Exception):
-    """Raised if a site's record file (a log of server messages and answers) is forged, damaged or unwritable."""
+    """Raised if a site's message log is altered, damaged or unwritable."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a site's message log: number (from 1), digest and decoded JSON."""
+    """One line of a site's message log: number (from 1), digest and JSON content."""
 
     number: int
     digest: str
@@ -60,10 +59,10 @@ class Line:
 
 
 def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Iterator[Line]:
-    """Reads and verifies lines from a site's record file (a log of messages, each line with a digest).
+    """Reads and verifies lines of a site's message log.
 
-    Starts after line ``number``, which has the digest ``head``; by default reads all lines. Crashes can leave truncated
-    lines in the file. The next complete line then contains the digest of the truncated lines as ``"torn"``.
+    Starts after line ``number``, which has the digest ``head``; by default reads all lines. After a crash, the log may
+    contain truncated lines. The next complete line then contains their digest as ``"torn"``.
 
     Example:
         >>> first = write_line(START, {"round": 0})
@@ -123,11 +122,10 @@ ROTATION = "rotation"
 
 
 class Record:
-    """An append-only log of all messages at a site, shared by one or more processes.
+    """Append-only log of all messages at a site, shared by one or more processes.
 
-    ``last`` is the newest line, and ``recent`` contains the lines from the 24 hours up to this line. A second file, the
-    head file, stores the newest line's number and digest. If the log is missing, a new log begins, unless a head file
-    exists: then a ``RecordError`` is raised.
+    ``last`` is the newest line. ``recent`` contains the lines from the 24 hours up to this line. A second file, the
+    head file, stores the newest line's number and digest. A head file without a log raises ``RecordError``.
     """
 
     def __init__(self, path: Path, head: Path) -> None:
@@ -140,7 +138,7 @@ class Record:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Context with the site's record open and locked. Raises ``RecordError`` if newly added lines are invalid."""
+        """Context with the log open and locked. Raises ``RecordError`` if new lines are invalid."""
         is_new, head = not self._path.exists(), self._read_head()
         if is_new and head[0]:
             raise RecordError(f"the record is missing, but must have {head[0]} lines according to {str(self._head)!r}")
@@ -174,7 +172,7 @@ class Record:
         return self.last
 
     def has_line(self, number: int, digest: str) -> bool:
-        """True if the site's message log contains a line with this number and digest, also in an archived file."""
+        """True if the log, or an archived log of this site, contains a line with this number and digest."""
         return number < next(iter(self._digests), 1) or self._digests.get(number) == digest
 
     def _read_head(self) -> tuple[int, str]:

@@ -43,7 +43,7 @@ def read_public_key(line: str) -> Ed25519PublicKey:
 
 
 def sign(kind: str, text: str, data: bytes, key: Ed25519PrivateKey, seconds: float) -> str:
-    """Signs a server's message: kind, JSON text and tensor bytes. The signature expires after ``seconds``.
+    """Signs a server's message. The signature expires after ``seconds``.
 
     Returns the text, followed by a line with expiry time (nanoseconds since 1970) and signature.
     """
@@ -52,7 +52,7 @@ def sign(kind: str, text: str, data: bytes, key: Ed25519PrivateKey, seconds: flo
 
 
 def split_signature(text: str) -> tuple[str, str]:
-    r"""Splits a signed message into text and signature line (expiry time and signature; empty if unsigned)."""
+    r"""Splits a signed message into text and signature line. The line is empty for an unsigned message."""
     text, _, signature = text.partition("\n")
     return text, signature
 
@@ -70,7 +70,7 @@ def is_signed(kind: str, text: str, data: bytes, signature: str, key: Ed25519Pub
 
 
 def digest_order(kind: str, text: str, data: bytes, signature: str) -> str:
-    """Hash of a server's message: kind, text, data, and the expiry time in ``signature`` (without the signature)."""
+    """Hashes a server's message and the expiry time, the first part of ``signature``."""
     return hashlib.sha256(_signed(kind, signature.partition(":")[0], text, data)).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Log file at a site with a policy, because a network backend may copy a process's ordinary log to the server."""
+"""Private log file at a site with a policy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 LOG_FILE = "site.log"
 """File name of the log, in the folder of the client state."""
 
-_BYTES, _FILES = 10 * 2**20, 3  # bytes, so that a server cannot fill the disk
+_BYTES, _FILES = 10 * 2**20, 3  # bytes, so a server cannot fill the disk
 
 
 def keep_log(folder: Path) -> None:
-    """Redirects the package's log messages to a file in a folder, because error texts may contain data.
+    """Redirects the package's log messages to a private file in a folder.
 
-    Other users cannot read the file. A second call with the same folder has no effect.
+    A network backend may copy ordinary logs to the server, and error texts may contain data.
     """
     logger, path = logging.getLogger("lightning_fed"), folder.resolve() / LOG_FILE
     if any(getattr(handler, "baseFilename", "") == str(path) for handler in logger.handlers):

@@ -1,4 +1,4 @@
-"""Random numbers under ``torch.func.vmap``, equal to the numbers drawn in a separate run for each client."""
+"""Random numbers under ``torch.func.vmap``, equal to the numbers in a separate run for each client."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ _WRITERS: set[Any] = {
 
 
 class PerClientRandom(TorchFunctionMode):
-    """Draws dropout masks and random tensors inside ``torch.func.vmap`` separately for each index of the mapped axis.
+    """Draws the same random numbers inside ``torch.func.vmap`` as in a separate run for each client.
 
-    ``vmap(..., randomness="different")`` draws for all indices at once, so the numbers differ from separate runs.
-    ``vmap`` handles all other random functions, with an error for the default ``randomness="error"``.
+    This context manager covers dropout and functions for random tensors. ``vmap`` handles all other random functions.
     """
 
     def __init__(self, switch_to: Callable[[int], object], places: Sequence[int], index: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Dataloader for simultaneous training of clients: stacked batches, and separate random generators for clients."""
+"""Dataloader for simultaneous training of clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_fed.data.round_loader import RoundLoader
 
 
 class GroupLoader(RoundLoader):
-    """Dataloader of a round with groups of clients that train simultaneously; yields lists of :class:`StackedBatch`.
+    """Dataloader for groups of clients that train simultaneously. Yields lists of :class:`StackedBatch`.
 
     Args:
         arguments: Positional arguments for :class:`RoundLoader`.
@@ -138,7 +138,9 @@ class ClientGenerators:
 
 @contextmanager
 def detect_draws() -> Iterator[list[bool]]:
-    """Context that yields a list. The list finally contains ``True`` if the code used Python's or NumPy's generator.
+    """Context that detects draws from Python's or NumPy's random generator.
+
+    Yields a list. At the end the list contains ``True`` if the code has drawn numbers.
 
     Example:
         >>> with detect_draws() as has_drawn:
@@ -156,7 +158,7 @@ def _host_states() -> tuple[Any, Any]:
 
 
 class StackedBatch(NamedTuple):
-    """Batches of clients that train together, stacked along the first axis. ``clients`` are the clients' indices."""
+    """Batches of several clients, stacked along the first axis. ``clients`` are the clients' indices."""
 
     clients: tuple[int, ...]
     batch: Any

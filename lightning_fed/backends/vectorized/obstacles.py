@@ -33,7 +33,7 @@ class Obstacle(Exception):
 
 
 def check_vectorizable(fit: FederatedFit) -> None:
-    """Raises ``Obstacle`` if a setting, module, method or callback prevents simultaneous training of clients."""
+    """Raises ``Obstacle`` if clients cannot train simultaneously with this module, method or setting."""
     trainer, module, rule = fit.trainer, fit.module, fit.server.rule
     clips = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
     sliced = [name for name, policy in fit.policies.items() if policy == "sliced"]
@@ -69,7 +69,7 @@ def check_vectorizable(fit: FederatedFit) -> None:
 
 
 def check_entries(module: nn.Module, names: Iterable[str]) -> None:
-    """Raises ``Obstacle`` if the parameters or buffers with these ``names`` cannot be stacked over clients."""
+    """Raises ``Obstacle`` if parameters or buffers in ``names`` cannot be stacked over clients."""
     known = set(names)
     names_by_storage: dict[int, str] = {}
     for name, value in tensors_by_path(module).items():

@@ -30,9 +30,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Vectorized(VisitsAtOnce):
-    """Trains several small clients simultaneously: a value for ``visits=``.
+    """Trains several clients with small models simultaneously. Pass this object as ``visits=``.
 
-    If this is not possible for the module, the clients train one after another, and the log states the reason.
+    If the module or a setting prevents this, the clients train one after another, and the log states the reason.
 
     Args:
         clients: Maximum number of clients that train simultaneously.
@@ -89,7 +89,11 @@ class Vectorized(VisitsAtOnce):
 
 
 class _Measured(NamedTuple):
-    """Benchmark result: fastest number of clients to train at once, for models up to a size, with the speed-up."""
+    """Benchmark result: the fastest group size for small models.
+
+    For at most ``most_parameters`` parameters and at least ``least_cohort`` clients per round, groups of ``clients``
+    clients train fastest. ``gain`` is the speed-up over training one client after another.
+    """
 
     most_parameters: int
     has_convolutions: bool
@@ -98,6 +102,7 @@ class _Measured(NamedTuple):
     gain: float
 
 
+# Constants, so fits on equal devices and resumed fits use the same number of clients.
 _ON_CPU = (
     _Measured(100_000, False, 5, 50, 1.8),
     _Measured(100_000, True, 10, 10, 1.1),
@@ -107,10 +112,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 class Fastest(VisitsAtOnce):
-    """``visits="fastest"``: uses the number of simultaneous clients measured as fastest for model, cohort and device.
-
-    The package contains the measurements. Fits on equal devices, and resumed fits, therefore use the same number.
-    """
+    """Trains groups of clients with the fastest size from benchmarks (``visits="fastest"``)."""
 
     clients = 64
 
@@ -121,7 +123,7 @@ class Fastest(VisitsAtOnce):
 
 
 def suggest_fastest(fit: FederatedFit) -> None:
-    """Logs the speed-up of ``visits="fastest"``, if simultaneous clients would be faster and no obstacle is known."""
+    """Logs the expected speed-up of ``visits="fastest"``, if any."""
     size, gain = _choose(fit)
     if size > 1 and fit.options.faults.visit_timeout is None:
         try:

@@ -28,9 +28,9 @@ from lightning_fed.numerics.precision import at_least_float32
 class StackedModel:
     """Stacked parameters and buffers of several clients, with a joint training step.
 
-    The module contains one client's values at a time, and :meth:`add_client` copies these values into the stack.
-    Between :meth:`enter` and :meth:`leave` the module's ``Parameter`` objects contain the stack, so an elementwise
-    optimizer trains all clients. Afterwards :meth:`load_row` copies a client's values back into the module.
+    :meth:`add_client` copies the module's values into the stack, for one client at a time. Between :meth:`enter` and
+    :meth:`leave` the module's ``Parameter`` objects contain the stack, so an elementwise optimizer trains all clients.
+    Afterwards :meth:`load_row` copies a client's values back into the module.
     """
 
     def __init__(self, module: L.LightningModule, names: Sequence[str], size: int, draws: bool) -> None:
@@ -77,14 +77,12 @@ class StackedModel:
         }
 
     def check_step(self) -> None:
-        """Raises ``RuntimeError`` unless the losses of all clients depend on the same parameters.
-
-        If a client trains alone, the optimizer skips a parameter without gradient. If clients train together, a client
-        whose loss does not use the parameter has gradient 0, but momentum or weight decay changes the parameter.
-        """
+        """Raises ``RuntimeError`` unless the losses of all clients depend on the same parameters."""
         (clients, first), *others = self._used_names.items() if len(self._used_names) > 1 else [((), set[str]())]
         self._used_names = {}
         for other_clients, used in others:
+            # An optimizer skips a parameter without gradient. In a stack the gradient is 0, so momentum or weight decay
+            # would change the parameter.
             if used != first:
                 raise RuntimeError(
                     f"The losses of the clients at positions {list(clients)} and {list(other_clients)} in a group "
@@ -116,9 +114,10 @@ class StackedModel:
     def step(
         self, training_step: Callable[..., Any], part: StackedBatch, rest: Sequence[Any], numbers: ClientGenerators
     ) -> Tensor:
-        """Runs ``training_step`` on several clients' batches together. Returns losses, shape ``(clients,)``.
+        """Runs ``training_step`` on the stacked batches of several clients. Returns the loss of each client.
 
-        After an error, buffers and random generators are restored.
+        ``rest`` are further arguments of ``training_step``, and ``numbers`` the clients' random generators. After an
+        error, buffers and generators have the values from before the call.
         """
         rows = _rows_of(part.clients, self._count)
         trained = {name: parameter for name, parameter in self._step_inputs.items() if parameter.requires_grad}
@@ -211,7 +210,7 @@ def joint_loss(losses: Sequence[Tensor]) -> Tensor:
 
 
 def reduced(values: Tensor, reduction: str) -> Tensor:
-    """Reduces the first axis (the clients) of logged values by ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
+    """Reduces the first axis (the clients) of logged values. ``reduction`` is a name such as ``"mean"``."""
     if reduction in ("max", "min"):
         return values.amax(0) if reduction == "max" else values.amin(0)
     return values.sum(0) if reduction == "sum" else at_least_float32(values).mean(0)
@@ -258,7 +257,7 @@ def empty_stack(value: Tensor, size: int) -> Tensor:
 
 
 def stack_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
-    """Replaces each parameter's data by one tensor per client, stacked. Copies each optimizer state once per client."""
+    """Replaces each parameter by one stacked copy per client. Also copies the optimizer states."""
     for parameter, value in zip(parameters, values, strict=True):
         for optimizer in optimizers:
             state = optimizer.state.get(parameter, {})

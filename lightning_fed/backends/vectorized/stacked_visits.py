@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class StackedVisits(VisitDriver):
-    """Trains several clients simultaneously, batch by batch, with ``torch.func.vmap``; one client without ``vmap``."""
+    """Trains several clients simultaneously, batch by batch, with ``torch.func.vmap``."""
 
     _loader: GroupLoader
     may_end_early = False  # simultaneous visits end without an update

@@ -1,4 +1,4 @@
-"""Trial before simultaneous training: trains two clients simultaneously and one by one, and compares the results."""
+"""Trial before simultaneous training of clients: compares simultaneous steps with single steps."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _LOW_TOLERANCE = 0.1  # tolerance for low precision
 def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str], batch: Any) -> bool:
     """Trains two clients on one batch, together and one by one. Raises ``Obstacle`` if the results differ.
 
-    Returns true if ``training_step`` draws random numbers. Restores the module's values, metrics and attributes, but
-    not the random generators.
+    Returns true if ``training_step`` draws random numbers. The module is restored afterwards, but not the random
+    generators.
     """
     (optimizer,) = trainer.optimizers
     check = _TwoClients(module, names)
@@ -68,7 +68,7 @@ def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Se
 
 
 class _TwoClients:
-    """Training steps of two clients with different models on one batch, run simultaneously and one by one."""
+    """Runs training steps of two clients with ``vmap`` and one by one, and compares the results."""
 
     def __init__(self, module: L.LightningModule, names: Sequence[str]) -> None:
         self._module, self._names = module, names

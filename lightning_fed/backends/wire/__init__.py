@@ -1,4 +1,4 @@
-"""Server program and client program for federations across machines, without code for a particular network."""
+"""Server program and client program for federations across machines, for any network transport."""
 
 from lightning_fed.backends.wire.bounds import OrderBounds as OrderBounds
 from lightning_fed.backends.wire.transport import Deadline as Deadline

@@ -1,4 +1,4 @@
-"""File with a client's last answer, to send the answer again after a loss in the network."""
+"""File with a client's last answer, to send the answer again after a network failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class AnswerFile:
-    """File with a client's last update, sent again without training if the server repeats the request to train."""
+    """Stores a client's last update, so a repeated request to train needs no second training."""
 
     def __init__(self, folder: Path, train_request: TrainRequest, data: bytes) -> None:
         self._path = folder / "answers" / file_name(train_request.visit.client)

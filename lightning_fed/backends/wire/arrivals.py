@@ -32,9 +32,8 @@ _PAUSE = 5.0  # seconds until the next look for connected clients
 class RemoteArrivals(RemoteClientSide):
     """Runs asynchronous rounds with clients on other machines.
 
-    After each client's answer, the server immediately starts training on another client. After an answer (also an
-    invalid or missing answer), a client starts again only in the next round. A round ends after ``buffer`` valid
-    updates, or if no connected client is left.
+    After each client's answer, the server immediately starts training on another client. The answering client starts
+    again only in the next round. A round ends after ``buffer`` valid updates, or if no connected client is left.
     """
 
     def __init__(self, *parts: Any, folder: Path) -> None:

@@ -12,7 +12,7 @@ from lightning_fed.server.schedule import count_visit_batches
 
 @dataclass(frozen=True)
 class OrderBounds:
-    """Limits on the work that the server may request. A client refuses a train request outside the limits.
+    """Limits on the work that the server may request. A client refuses requests outside the limits.
 
     Args:
         max_epochs: Maximum number of passes over the client's data in a visit.

@@ -118,9 +118,9 @@ class RemoteClientSide(RemoteSide):
         ]
         if filled:
             raise MisconfigurationException(
-                "Expected buffers with NaN or infinite initial values to stay unchanged, because the server does not "
-                f"send such buffers, but validation or training on the server has set {sorted(filled)}: add these "
-                "buffers to `personal`, for separate values per client, or start with finite values, for averaging."
+                "Expected that buffers with NaN or infinite initial values stay unchanged, because the server does not "
+                f"send such buffers. The server has changed {sorted(filled)}. Add these buffers to `personal` for "
+                "separate values per client, or start with finite values for averaging."
             )
         self._server_entries = round.local.server_entries
         start = pack_numbers(optimizers.start) | {"optimizers": name_optimizers(fit.trainer.optimizers)}
@@ -366,7 +366,7 @@ class RemoteClientSide(RemoteSide):
 
 
 def is_lacking(reply: Packet | str) -> bool:
-    """True if a client reports missing model tensors: the server had omitted these as known to the client."""
+    """True if a client lacks model tensors that the server has omitted from the message."""
     return isinstance(reply, Packet) and not reply.data and NOT_HELD in reply.text
 
 
@@ -391,7 +391,7 @@ def _most_steps(visit: Visit, is_automatic: bool) -> int:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Client's report after local training: counts of optimizer and scheduler steps, and the loss scaler's state."""
+    """Step counts and loss scaler state reported by a client after local training."""
 
     num_steps: int
     of_schedulers: list[int] | None = None
@@ -399,7 +399,7 @@ class _Steps:
 
 
 def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
-    """Returns a client's step counts and loss scale after training. Invalid values raise ``BadUpdate``."""
+    """Reads a client's step counts and loss scale after training. Invalid values raise ``BadUpdate``."""
     if said.steps > most:
         raise BadUpdate(f"the client reports {said.steps} steps, but at most {most} are possible")
     after: Any = said.after
@@ -437,10 +437,10 @@ def _repeat_steps(optimizers: LocalOptimizers, steps: Sequence[int]) -> dict[str
 
 @dataclass
 class RemoteVisit:
-    """Server's data on one client's training on another machine, in one round.
+    """Server's record of one remote client's training in a round.
 
-    ``position`` is the client's index in the round, ``asked`` the hash of the client's request for parameter rows, and
-    ``steps`` the report with an accepted update.
+    ``position`` is the client's index in the round. ``asked`` is a hash that identifies the client's request for
+    parameter rows. ``steps`` are the step counts reported with the accepted update.
     """
 
     visit: Visit
@@ -461,7 +461,7 @@ def _exclude(server: ServerInterface, client: Client, answer: _Reply, otherwise:
 
 
 def read_answer(reply: Packet | str, client: Client, model: State) -> _Reply:
-    """Reads a client's reply: a request for a broadcast, an update, or a fault (also for an unreadable reply)."""
+    """Reads a client's reply. Returns a fault if the reply is unreadable."""
     if isinstance(reply, str):
         return Fault(client, reply)
     try:

@@ -1,4 +1,4 @@
-"""Client names and validation data for the server program or the client program of a federation."""
+"""Client names and evaluation data for the server program or the client program of a federation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_fed.partitions.partitioned import FORWARDED
 
 
 class HalfData(EvaluationData):
-    """Datamodule for a server or client program: evaluation data and batch hooks, but no training data.
+    """Datamodule with the evaluation data of a server program or client program.
 
     Training data are in the population from :func:`read_data`. On a server without data, ``data=ClientsBatch()`` gives
     one empty batch, a placeholder for evaluation on the clients' machines.

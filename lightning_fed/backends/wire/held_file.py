@@ -17,13 +17,10 @@ _log = logging.getLogger(__name__)
 
 
 class HeldFile:
-    """File with model tensors sent only once by the server, shared by all clients on a machine.
-
-    A file is necessary, because each message may be handled by a new process.
-    """
+    """File with model tensors sent only once by the server. All clients on a machine share the file."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "held.safetensors"
+        self._path = folder / "held.safetensors"  # a file, because each message may be handled by a new process
 
     def read(self) -> State:
         try:

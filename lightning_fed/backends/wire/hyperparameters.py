@@ -16,7 +16,7 @@ _LARGE = 1e300
 
 
 def pack_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts an optimizer or scheduler state (primitives, containers, one-element tensors) to JSON values."""
+    """Converts the state of an optimizer or scheduler to JSON values."""
     packed: dict[str, Any] = _pack(state, "")
     return packed
 
@@ -38,7 +38,7 @@ def _pack(value: Any, path: str) -> Any:
 
 
 def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
-    """Restricts nested ``numbers`` to the keys in ``like``. A missing key, or a type unlike ``like``, is an error.
+    """Restricts nested ``numbers`` to the keys in ``like``. Raises an error for a missing key or another type.
 
     Example:
         >>> fit_numbers({"lr": [0.1], "more": 1}, {"lr": [0.2]})
@@ -56,16 +56,16 @@ def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
     is_number = isinstance(numbers, int | float) and (numbers == like or abs(numbers) < _LARGE)
     if is_number and (like is None or isinstance(like, int | float)):
         return numbers
-    raise ValueError(f"{path.lstrip('.')!r} has another type, length or keys than on the server, or is too large")
+    raise ValueError(f"{path.lstrip('.')!r} differs from the server's value in type, length or keys, or is too large")
 
 
 def name_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
-    """Returns the class names of optimizers. For an optimizer that wraps another one, the wrapped class is named."""
+    """Returns the class names of optimizers. For a wrapper, returns the wrapped optimizer's class name."""
     return [type(getattr(optimizer, "optimizer", optimizer)).__name__ for optimizer in optimizers]
 
 
 def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Loads received options such as ``lr`` into the optimizers. ``groups[i][j]``: parameter group j of optimizer i."""
+    """Loads received options such as ``lr`` by optimizer and parameter group."""
     shapes = [len(optimizer.param_groups) for optimizer in optimizers]
     if shapes != [len(options) for options in groups]:
         raise ValueError(
@@ -93,6 +93,6 @@ def on_device(state: State, device: torch.device) -> State:
 
 
 def digest_request(request: Request) -> str:
-    """Hash of a client's request: row indices and extra tensors."""
+    """Hashes a client's request for parameter rows."""
     parts = {"rows": request.rows, "extras": request.extras}
     return digest({f"{kind}:{name}": part[name] for kind, part in parts.items() for name in part})

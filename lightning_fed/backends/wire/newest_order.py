@@ -12,14 +12,11 @@ from lightning_fed.messages import file_name
 
 
 def refuse_older_order(folder: Path, train_request: TrainRequest) -> None:
-    """Stores a client's train request in a file. Raises ``ClientFault`` if the file contains a newer request.
-
-    An older request would overwrite newer client state. Requests are compared by server start (``start``), then round.
-    """
+    """Stores a client's newest train request in a file. Raises ``ClientFault`` for an older request."""
     visit = train_request.visit
     path, order = folder / "orders" / file_name(visit.client), [train_request.start, visit.round]
     newest = json.loads(path.read_text()) if path.exists() else []
-    if newest > order:
+    if newest > order:  # an older request would overwrite newer client state
         raise ClientFault(
             "the client refuses an outdated request, because a newer request (from a later start of the server, or a "
             "later round) has arrived before: if the server was restored from a backup, correct the server's clock"

@@ -1,6 +1,6 @@
 """Messages as text and bytes: a JSON header, followed by the raw memory of all tensors. Messages are never pickled.
 
-All tensors form one byte string, which a network can send in chunks or as one object.
+The tensors form one byte string, so a network can send them in chunks.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ class Packet:
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """Message that asks a client to train, sent with the broadcast: planned training, and optimizer options.
+    """Message that asks a client to train. Sent with the global model.
 
     Args:
         run: Name of the fit. Client state from other fits is ignored.
         visit: The local training to execute.
         kept: Round of the stored client state to start from; -1 for a client without stored state.
-        needed: Round number. The client may delete states from earlier rounds, except the newest among these.
+        needed: The client may delete states from before this round, except the newest of these states.
         seed: Seed of the federation, for the construction of the model.
-        frozen: Hash of the frozen model tensors, never sent. Server and client must have equal values.
+        frozen: Hash of the frozen model tensors. The tensors are not sent, and must be equal on server and client.
         hyperparameters: Optimizer options for the round, and initial states of per-step schedulers and loss scale.
-        asked: Hash of the client's request for parameter rows, if this message is the answer; otherwise empty.
-        held: Hash of the model tensors omitted from this message because the client stores the tensors, or empty.
-        keeps: Whether the client must store this message's model tensors, because later messages may omit the tensors.
+        asked: Hash of the client's request for parameter rows, if this message answers a request; otherwise empty.
+        held: Hash of the model tensors omitted from this message because the client has stored them, or empty.
+        keeps: Whether the client must store the model tensors in this message. Later messages may omit them.
         peers: Clients in the secure sum, including this client; ``None`` without a secure sum.
         head: Number and digest of the last line in the site's message log known to the server; ``None`` if unknown.
         start: Number for this start of the server program. A later start has a larger number.
@@ -114,8 +114,8 @@ class Answer:
 
     ``after`` contains the step count of every per-step scheduler (``"steps"``) and the loss scaler's state
     (``"scaler"``). ``keeps`` is true if the client stored state for the next round. ``unsent`` is the number of
-    unchanged entries omitted from the update. ``head`` is the number and digest of the last line in the site's record
-    file, or ``None`` without a site policy.
+    unchanged tensors omitted from the update. ``head`` is the number and digest of the last line in the site's message
+    log, or ``None`` without a site policy.
     """
 
     steps: int = 0
@@ -127,7 +127,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fault:
-    """Reason for a missing answer. For an exception, only the class is sent: the text may contain private data."""
+    """Reason for a missing answer. For an exception, only the class is sent, because the text may be private."""
 
     client: Client
     reason: str
@@ -154,7 +154,7 @@ def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Pack
 
 
 def read_packet(packet: Packet, *kinds: str, client: Client | None = None) -> tuple[dict[str, Any], dict[str, State]]:
-    """Reads a packet's header and tensors. ``kinds``: allowed kinds; with several, the header contains ``"kind"``."""
+    """Reads a packet's header and tensors. Refuses a packet with a kind other than ``kinds``."""
     try:
         content = json.loads(packet.text)
         version, kind, header, table = (content[name] for name in ("version", "kind", "header", "tensors"))
@@ -204,15 +204,13 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
 
 
 def is_answer(packet: Packet) -> bool:
-    """True for a packet with a client's answer; false for a :class:`Fault` packet and for invalid JSON.
-
-    Packets with text above 2 KiB count as answers and are not parsed, because the text of a fault is short.
+    """True for a client's answer; false for a :class:`Fault` and for invalid JSON.
 
     Example:
         >>> is_answer(write_packet("update", {})), is_answer(write_fault(Fault("ann", "no"))), is_answer(Packet("{"))
         (True, False, False)
     """
-    if len(packet.text) > _TEXT[1]:
+    if len(packet.text) > _TEXT[1]:  # the text of a fault is short
         return True
     try:
         return bool(json.loads(packet.text)["kind"] != "fault")
@@ -283,7 +281,7 @@ def write_train_request(kind: str, train_request: TrainRequest, broadcast: Broad
 
 
 def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadcast]:
-    """Reads a packet from :func:`write_train_request`. Without a broadcast in the packet, an empty one is returned."""
+    """Reads a packet from :func:`write_train_request`. Returns an empty broadcast if none was sent."""
     header, tensors = read_packet(packet, kind)
     try:
         visit = Visit(**header.pop("visit"))
@@ -347,7 +345,7 @@ def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") ->
 
 
 def find_bad_size(packet: Packet, model: State) -> str | None:
-    """Describes an answer with more characters or tensor bytes than allowed for an update to ``model``, or ``None``."""
+    """Describes an answer that is larger than any valid update to ``model``, or returns ``None``."""
     size = sum(value.numel() * value.element_size() for value in model.values())
     longest, largest = _TEXT[0] + _TEXT[1] * len(model), _DATA[0] + _DATA[1] * size
     if len(packet.text) > longest or len(packet.data) > largest:
@@ -359,7 +357,7 @@ def find_bad_size(packet: Packet, model: State) -> str | None:
 
 
 def write_request(request: Request) -> Packet:
-    """Creates a message with a client's request for parameter rows. Parameters with equal row indices share a list."""
+    """Creates a packet with a client's request for parameter rows."""
     lists = distinct(request.rows)
     same = {name: next(key for key in lists if torch.equal(lists[key], rows)) for name, rows in request.rows.items()}
     return write_packet("request", {"client": request.client, "same": same}, rows=lists, extras=request.extras)
@@ -377,7 +375,7 @@ def write_fault(fault: Fault) -> Packet:
 
 
 def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, Answer] | Fault:
-    """Reads a client's message: a request for some rows, an update, or an error. Raises ``PacketError`` if invalid."""
+    """Reads a client's message. Raises ``PacketError`` if invalid."""
     header, tensors = read_packet(packet, "request", "update", "fault", client=client)
     try:
         if header["kind"] == "fault":
@@ -402,7 +400,7 @@ def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, 
 
 
 def unreadable(error: Exception) -> str:
-    """Formats the reason for excluding a client, after ``error`` was raised by reading the client's answer."""
+    """Formats an error from reading a client's answer, as the reason for excluding the client."""
     return one_line(
         f"the client's answer cannot be read: {error if isinstance(error, PacketError) else describe(error)}"
     )

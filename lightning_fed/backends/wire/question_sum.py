@@ -1,8 +1,9 @@
-"""Secure sum over clients' answers to a question from a server callback: the server learns the sum, no single answer.
+"""Secure sum over the clients' answers to a question from a server callback.
 
-The question is a dictionary. If the dictionary has the key ``"sum"``, with the sum's name as value, each client answers
-with one tensor of large integers (``privacy/masked_sums.py``), and the server learns only the sum. A client refuses to
-unmask two sums with the same name over different sets of clients, because the difference could reveal an answer.
+The question is a dictionary. The key ``"sum"`` requests a secure sum, and its value is the sum's name. Each client
+answers with one tensor of large integers (``privacy/masked_sums.py``), and the server learns only the sum. A client
+refuses to unmask two sums with the same name over different sets of clients, because the difference could reveal an
+answer.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ def ask_sum(
     visits: Sequence[Visit],
     ask: Callable[[Sequence[Visit], list[Client]], Replies],
 ) -> Replies:
-    """Runs a secure sum over the answers to a question. Yields (client, reason) for missing clients, finally the sum.
+    """Asks clients a question, and computes a secure sum over the answers.
 
-    ``visits`` contain the clients to ask. ``ask`` receives the visits and names of clients with exchanged keys, sends
-    the question to these clients, and yields masked answers. The sum is a ``ClientUpdate`` with the summed clients in
-    ``members``; with too few answers, no sum is yielded. ``server.report`` (the last round's log) is overwritten.
+    ``visits`` name the clients to ask. After the key exchange, ``ask(visits, clients)`` sends the question to the
+    clients with valid keys, and yields the masked answers. Yields (client, reason) for each missing client. At the end
+    yields the sum, a ``ClientUpdate`` with the summed clients in ``members``, unless too few clients have answered.
     """
     step = next(step for step in server.chain.steps if isinstance(step, SecureSum))
-    server.report.round, server.report.failed = _ROUND, {}
+    server.report.round, server.report.failed = _ROUND, {}  # overwrites the last round's report
     total = _Total(max(FEWEST, step.least_clients(len(visits))))
     secure_sum = ServerSum(transport, server, total, _run_of(question), set())
     secure_sum.share_secrets([visit.client for visit in visits])
@@ -65,7 +66,7 @@ def ask_sum(
 
 
 def mask_answer(answer: ClientUpdate, train_request: TrainRequest, sum_of: Callable[[str], ClientSum]) -> None:
-    """Masks the tensor in a client's answer for a secure sum, in place. Unmasked values raise ``ClientFault``."""
+    """Masks the tensor in a client's answer in place. Raises ``ClientFault`` if other values would be sent unmasked."""
     peers = train_request.peers
     if answer.metrics or (answer.extras and peers is None):
         raise ClientFault(NOT_MASKED)

@@ -1,4 +1,4 @@
-"""For each remote client, the latest round with stored client state. The state itself stays on the client."""
+"""The latest round with stored client state, for each remote client."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_fed.messages import Client, State, plain_keys
 
 
 class RemoteClientStore(ClientStore):
-    """Stores for each client the round of the last valid update. The client's state itself is on the client.
+    """Stores for each client the round of the last valid update. The client's state stays on the client.
 
-    A train request names this round, and the client restores the state from this round. Training therefore has no
-    effect if the server did not use the update (answer lost, late or invalid, or server killed).
+    A train request names this round, and the client restores the state from this round. An update not used by the
+    server therefore has no effect on later training.
     """
 
     def __init__(self) -> None:

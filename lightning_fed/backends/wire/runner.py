@@ -1,4 +1,4 @@
-"""Client side for any network: answers a server's message by training one round in an ordinary Trainer."""
+"""Client program for any network transport: trains one round in an ordinary Trainer per request."""
 
 from __future__ import annotations
 

@@ -47,17 +47,16 @@ NOT_SUMMED = "the server has a secure sum, but the client's federation has none"
 
 
 class ClientSum:
-    """Client side of the secure sums in a run: encryption keys, secret shares, and the masked update.
+    """Client side of the secure sums in a run.
 
-    A client has two secrets: a seed for the client's private mask, and a secret for the masks shared with each other
-    client. The protocol has five steps: publish keys; send shares of both secrets to the other clients; decrypt the
-    received shares; mask the update; release shares to the server. A file stores the values for the next step, because
-    a new process may handle each message. Each step deletes the previous file, so no step runs twice with the same
-    secrets: the client masks only one vector, and releases only one share per client, for one secret.
+    A client has two secrets: the seed of a private mask, and a secret for the masks shared with the other clients. The
+    protocol has five steps: publish public keys; send shares of both secrets to the other clients; decrypt the received
+    shares; mask the update; release shares to the server. For each other client, a client releases a share of one
+    secret, never of both. A file stores the values for the next step, because a new process may handle each message.
+    Each step deletes the previous file, so no step runs twice with the same secrets.
 
-    A sum restarts with new keys after unreadable shares, or after the server was killed. If the client has already
-    released shares in the round, the client releases new shares only for the same set of clients, because the
-    difference between sums over two sets would reveal an update.
+    A sum can restart with new keys. A client that has already released shares in the round then releases new shares
+    only for the same set of clients. The difference between sums over two sets would reveal an update.
 
     ``share`` is the fraction of clients required to unmask a sum, more than one half.
     """
@@ -169,7 +168,8 @@ class ClientSum:
         released = json.loads(path.read_text()) if path.exists() else {}
         clients = hashlib.sha256(json.dumps(sorted(survivors, key=repr)).encode()).hexdigest()[:32]
         if released.setdefault(str(round), clients) != clients:
-            raise SumError("the sum of this round was already unmasked for other clients")
+            # The difference between the sums over two sets of clients would reveal an update.
+            raise SumError("the server asks to unmask this round's sum again, for another set of clients")
         write_text_atomically(path, json.dumps(released))
 
     def _put(self, round: int, stage: str, values: dict[str, Any]) -> None:
@@ -196,8 +196,7 @@ class ClientSum:
 def maskable(update: ClientUpdate, sent: State) -> State:
     """Returns the tensors in an update that the client must mask, by name. ``sent`` is the received model.
 
-    Raises ``ClientFault`` for metrics, and for changed or additional tensors with a dtype other than int32, because
-    masks do not cover these values.
+    Raises ``ClientFault`` if the update contains values that masks do not cover: metrics, or tensors other than int32.
     """
     numbers = dict(update.extras)
     for name, value in update.state.items():

@@ -37,14 +37,16 @@ _TEXT = 2**12, 2**8  # characters in a reply: constant part, and per row
 
 @dataclass(frozen=True)
 class SumRequest:
-    """Server's request to a client for one step (``stage``) of a secure sum. ``peers``: the clients in this step.
+    """Server's request to a client for one step of a secure sum.
 
     - ``"keys"``: publish the client's public keys.
-    - ``"shares"``: split the client's secrets into one share per peer, encrypted with the peers' public keys in
-      ``rows``. Any ``least`` shares restore a secret.
+    - ``"shares"``: split the client's secrets into one share per peer. ``rows`` are the peers' public keys, to encrypt
+      the shares. Any ``least`` shares restore a secret.
     - ``"open"``: decrypt the shares received from the peers, in ``rows``.
     - ``"unmask"``: send one share per peer to the server, to remove the masks from the sum. ``survivors`` marks the
       peers with an update in the sum.
+
+    ``stage`` is the step, and ``peers`` are the clients in this step.
     """
 
     stage: Stage
@@ -98,13 +100,13 @@ def read_sum_request(packet: Packet) -> SumRequest:
 
 
 def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
-    """Creates a packet with a client's answer to a secure-sum request. ``rows``: see ``REPLY_BYTES``."""
+    """Creates a packet with a client's answer in a secure sum. ``rows`` are explained at ``REPLY_BYTES``."""
     header = {"client": request.client, "stage": request.stage}
     return write_packet("sum", header, rows={"rows": _to_tensor(rows, REPLY_BYTES[request.stage])})
 
 
 def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | Fault:
-    """Returns the byte strings in a client's answer, or the client's ``Fault``. Refuses answers with a wrong size."""
+    """Reads a client's answer in a secure sum. Refuses answers with a wrong size."""
     count, size = (1 if request.stage == "keys" else len(request.peers)), REPLY_BYTES[request.stage]
     if len(packet.data) > count * size or len(packet.text) > _TEXT[0] + _TEXT[1] * count:
         raise PacketError(

@@ -7,14 +7,11 @@ Vectors contain integers modulo 2^32. Client u masks vector x_u by
 
     y_u = x_u + PRG(b_u) + sum over v of +-PRG(s_uv)
 
-with a private seed b_u and a pairwise seed s_uv = s_vu. Pairwise masks cancel in the sum: one client adds the mask, the
-other client subtracts the mask. Every client shares two secrets among all clients: b_u, and the secret from which all
-s_uv derive. Any ``least`` clients can restore either secret. If client u is in the sum, b_u is restored; if u is lost,
-the other secret. Restoring both secrets of a client would reveal x_u, and is refused.
-
-The primitives come from ``cryptography`` (X25519, HKDF with SHA-256, ChaCha20-Poly1305, AES-256 in counter mode) and
-``pycryptodome`` (Shamir's secret sharing). Flower's mask generator is unsuitable, because its seed has only 32 bits and
-an attacker can try all seeds.
+with a pseudo-random generator PRG, a private seed b_u and a pairwise seed s_uv = s_vu. Pairwise masks cancel in the
+sum: one client adds the mask, the other client subtracts the mask. Every client has two secrets: b_u, and a secret from
+which all s_uv derive. Both are split into shares for all clients, and any ``least`` clients can restore either secret.
+If client u is in the sum, b_u is restored; if u is lost, the other secret. Restoring both would reveal x_u, and is
+refused.
 """
 
 from __future__ import annotations
@@ -45,6 +42,7 @@ from lightning_fed.privacy.masked_sums import BYTES, to_numbers
 Vector: TypeAlias = NDArray[Any]
 """Integers modulo 2^32 (uint32), or wide numbers (object)."""
 
+# Flower's mask generator is unsuitable, because its seed has only 32 bits and an attacker can try all seeds.
 SECRET, KEY, NONCE = 16, 32, 12
 PUBLIC = 3 * KEY
 """Bytes of a client's published row: two public keys, and the digest of the seed."""
@@ -62,8 +60,8 @@ SEALED = NONCE + 2 * SECRET + 16
 class SumError(ValueError):
     """Raised, with a reason, if a secure sum fails. The reason contains no data received from clients.
 
-    ``dealer`` is the client whose secret cannot be restored from the other clients' shares. Either this client dealt
-    faulty shares, or many other clients lie and ``dealer`` is honest.
+    ``dealer`` is the client whose secret cannot be restored from shares. Either this client sent wrong shares, or many
+    other clients lie.
     """
 
     def __init__(self, text: str, dealer: Client | None = None) -> None:
@@ -73,11 +71,10 @@ class SumError(ValueError):
 
 @dataclass(frozen=True)
 class Secrets:
-    """Random secrets of one client for one round of secure summation.
+    """Random secrets of one client for one secure sum.
 
-    ``sealing`` is the private key (32 bytes, never sent) for encrypting and decrypting messages between clients.
-    ``pairing`` (16 bytes) is the secret from which the private key of pairwise masks derives. ``seed`` (16 bytes) is
-    the seed of the private mask.
+    ``sealing`` is the private key (32 bytes, never sent) for messages between clients. ``pairing`` (16 bytes) is the
+    secret for the masks shared with other clients. ``seed`` (16 bytes) is the seed of the private mask.
     """
 
     sealing: bytes
@@ -86,14 +83,14 @@ class Secrets:
 
     @property
     def public(self) -> bytes:
-        """Data published by the client, ``PUBLIC`` bytes: two public keys, and the hash of the mask's seed."""
+        """Data published by the client: two public keys, and the hash of the private mask's seed."""
         keys = (_public(self.sealing), _public(_pairing_key(self.pairing)))
         return b"".join((*keys, hashlib.sha256(self.seed).digest()))
 
 
 @dataclass(frozen=True)
 class Share:
-    """One client's shares of another client's secrets: ``pairing`` for pairwise masks, ``seed`` for a private mask."""
+    """One client's shares of another client's two secrets: ``pairing`` and ``seed`` as in :class:`Secrets`."""
 
     pairing: bytes
     seed: bytes
@@ -115,17 +112,18 @@ def check_public(public: bytes) -> None:
 
 
 def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least: int) -> None:
-    """Checks all clients' public keys (``peers``) before a client shares secrets. ``own``: this client's keys.
+    """Checks the public keys of all clients (``peers``) before a client shares secrets.
 
-    Raises ``SumError`` for missing or equal keys, or if ``least`` (the number of clients needed to restore a secret) is
-    not a majority. Otherwise a dishonest server could restore a client's private seed with one half of the clients and
-    the pairing secret with the other half, and remove all masks from this client's update.
+    ``own`` are this client's keys. Raises ``SumError`` for missing or equal keys, or if the number ``least`` of clients
+    needed to restore a secret is not a majority.
     """
     if peers.get(client) != own:
         raise SumError("the client's own keys are missing from the server's list of public keys")
     for part in (slice(0, KEY), slice(KEY, 2 * KEY)):
         if len({public[part] for public in peers.values()}) < len(peers):
             raise SumError("two clients in the secure sum have the same public key")
+    # Otherwise a dishonest server could restore a client's private seed with one half of the clients and the pairing
+    # secret with the other half, and remove all masks from this client's update.
     if not len(peers) / 2 < least <= len(peers):
         raise SumError(
             f"the server's threshold is {least} of {len(peers)} clients, but must be more than half and at most all"
@@ -135,10 +133,11 @@ def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least
 def share_secrets(
     secrets: Secrets, client: Client, peers: Mapping[Client, bytes], least: int, context: bytes
 ) -> tuple[dict[Client, bytes], Share]:
-    """Splits a client's two secrets. ``least`` clients together can restore a secret; fewer clients cannot.
+    """Splits a client's two secrets (seed and pairing secret) into one share per client, and encrypts the shares.
 
-    Returns an encrypted share for each other client, and the client's own share. ``peers`` maps clients to published
-    rows (public keys), in a fixed order on all clients. ``context`` is from :func:`context_of`.
+    Any ``least`` clients together can restore a secret. ``peers`` contains all clients' public keys, in the same order
+    on all clients. ``context`` is from :func:`context_of`. Returns an encrypted share for each other client, and the
+    client's own share.
     """
     count = len(peers)
     pairing = [part for _, part in Shamir.split(least, count, secrets.pairing, ssss=False)]
@@ -166,7 +165,7 @@ def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, co
 
 
 def add_masks(vector: Vector, secrets: Secrets, others: Iterable[bytes], context: bytes) -> None:
-    """Masks a client's vector in place. ``others``: the public keys of the other clients in the secure sum."""
+    """Masks a client's vector in place. ``others`` are the other clients' public keys."""
     vector += _numbers(_derive(secrets.seed, b"own", context), vector)
     _add_pairs(vector, secrets.pairing, secrets.public, others, context)
 
@@ -180,13 +179,19 @@ def find_masks(
     least: int,
     context: bytes,
 ) -> tuple[Vector, list[Client]]:
-    """Computes the sum of the masks, to subtract from a sum of masked vectors. Also returns clients with wrong shares.
+    """Computes the total mask in a sum of masked vectors. Also returns the clients with wrong shares.
 
-    The sum contains the vectors from the ``survivors``. Subtracted are each survivor's private mask, and the pairwise
-    masks between survivors and the other clients in ``peers`` (client to public keys). Each mask derives from a secret,
-    restored from shares: ``shares[holder][peer]`` is the share of client ``peer``'s secret sent by client ``holder``,
-    and ``positions[holder]`` the share's index. ``zeros`` has the vectors' shape and dtype, and ``context`` is from
-    :func:`context_of`. Fewer than ``least`` holders, or a secret unlike the public keys, raise ``SumError``.
+    The total consists of each survivor's private mask, and the masks shared between survivors and missing clients. Each
+    mask derives from a secret, restored from ``least`` shares. Raises ``SumError`` if a secret cannot be restored.
+
+    Args:
+        zeros: Zeros with the shape and dtype of the masked vectors.
+        peers: All clients' public keys, including missing clients.
+        survivors: Clients with a vector in the sum.
+        shares: ``shares[holder][peer]`` is the share of ``peer``'s secret sent by ``holder``.
+        positions: Index of each holder's shares.
+        least: Number of shares needed to restore a secret.
+        context: Run and round, from :func:`context_of`.
     """
     if len(shares) < least:
         raise SumError(f"{len(shares)} clients have answered, but {least} are necessary to unmask the sum")
@@ -208,7 +213,7 @@ def find_masks(
 def _restore(
     dealer: Client, held: Mapping[Client, tuple[int, bytes]], least: int, public: bytes, is_seed: bool
 ) -> tuple[bytes, set[Client]]:
-    """Restores a secret of client ``dealer`` from pieces (shares) held by the other clients, and finds wrong pieces."""
+    """Restores a secret of client ``dealer`` from the other clients' shares, and finds clients with wrong shares."""
 
     def is_right(secret: bytes) -> bool:
         if is_seed:
@@ -222,8 +227,8 @@ def _restore(
     if len(opened) < least:
         raise SumError(
             f"{len(held) - len(opened)} of {len(held)} clients cannot decrypt the shares from client {dealer!r}, but "
-            f"restoring the sender's {secret_name} requires {least} decrypted shares: the sender is at fault, or all "
-            "clients without a decrypted share",
+            f"the {secret_name} of this client can only be restored from {least} decrypted shares: either this client "
+            "has sent wrong shares, or all clients that cannot decrypt the shares are at fault",
             dealer,
         )
     for holders in itertools.islice(itertools.combinations(opened, least), _MOST_TRIES):

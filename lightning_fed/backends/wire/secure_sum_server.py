@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 class ServerSum:
     """Server side of the secure sum for one round.
 
-    ``distrusted`` contains clients excluded from the run's sums: shares of such a client's secret were unreadable or
-    wrong. ``peers`` maps each client in the sum to public keys; messages list the clients in the same order.
+    ``distrusted`` are clients excluded from all later sums of the run, because their shares were unreadable or wrong.
+    ``peers`` contains the public keys of the clients in the sum. Messages list the clients in the order of ``peers``.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ServerSum:
         self._sealed: dict[Client, dict[Client, bytes]] = {}  # sealed shares by sender and receiver
 
     def share_secrets(self, clients: Sequence[Client]) -> None:
-        """Runs the steps before training: clients publish keys, exchange encrypted shares and decrypt received shares.
+        """Exchanges keys and encrypted shares between the clients, before training.
 
         A client without an answer is excluded. If too few clients remain, all clients are excluded. A client with
         unusable shares is also excluded; then the other clients repeat the steps with new keys.
@@ -97,7 +97,7 @@ class ServerSum:
         return {client: dict(zip(peers, rows, strict=True)) for client, rows in self._ask("open", peers, fields)}
 
     def _is_at_fault(self, client: Client, opened: Mapping[Client, Mapping[Client, bytes]]) -> bool:
-        """Excludes a client, and returns ``True``, if too few other clients could decrypt its secret shares."""
+        """Excludes a client if too few other clients could decrypt the client's shares. Returns true if excluded."""
         missing = sum(rows[client] != OPENED for rows in opened.values())
         if not missing:
             return False

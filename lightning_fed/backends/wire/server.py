@@ -1,4 +1,4 @@
-"""Server program for any network: a fit with clients on other machines."""
+"""Server program for any network transport: a fit with clients on other machines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OURS = ("callbacks", "max_steps", "max_time", "fast_dev_run", "reload_dataloade
 
 
 class ServerRunner:
-    """Server side of a federation: checks the arguments, and trains or evaluates with remote clients.
+    """Trains or evaluates with clients on other machines.
 
     Takes the arguments of :func:`~lightning_fed.backends.flower.server_app`. A mapping as ``clients`` assigns each
     client to a node in the network.

@@ -1,4 +1,4 @@
-"""Client side of a federation with a remote server: each Trainer fit trains one round, or answers one query."""
+"""Replacement for the remote server in a client's Trainer."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ class HalvesMismatch(ValueError):
 
 
 def find_public_reason(error: Exception) -> str:
-    """Describes an exception for the server: usually only the class, because the text may contain file names."""
+    """Describes an exception for the server. Usually names only the class, because the text may be private."""
     if isinstance(error, HalvesMismatch):
         return str(error)
     return f"the client's program raised {type(error).__name__}; see the client's log"
 
 
 class RemoteServer(ServerInterface):
-    """Stands in for the server on a client's machine: returns the received broadcast, and stores the client's update.
+    """Stands in for the server on a client's machine. Contains the received broadcast.
 
-    ``asked`` is the hash of the request for parameter rows that led to ``broadcast``; empty without a request. If the
-    client cannot send an update, ``fault`` is the reason.
+    ``asked`` is the hash of the client's request for parameter rows, or empty without a request. ``fault`` is the
+    reason if the client cannot send an update.
     """
 
     def __init__(self, server: ServerInterface, broadcast: Broadcast, asked: str) -> None:
@@ -85,10 +85,9 @@ class RemoteServer(ServerInterface):
         broadcast.state, broadcast.extras = on_device(broadcast.state, device), on_device(broadcast.extras, device)
 
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Returns the broadcast for this client, already received from the server.
+        """Returns the broadcast received from the server.
 
-        Raises ``ClientFault`` for implausible values in the broadcast (such as NaN), or if the broadcast answers
-        another request than ``request`` (compared by hash).
+        Raises ``ClientFault`` if the broadcast contains implausible values (such as NaN), or answers another request.
         """
         request = Request(client) if request is None else request
         if self._asked and digest_request(request) != self._asked:
@@ -128,11 +127,11 @@ class RemoteServer(ServerInterface):
 
 
 class RemoteServerSide(RemoteSide):
-    """Takes the server's place in a client's fit, for one message: a request to train, or a query (such as for scores).
+    """Stands in for the server in a client's Trainer, to handle one received message.
 
-    Before training, ``judge_entries`` raises an error if the site's policy forbids sending a model tensor. ``held``
-    stores tensors from earlier messages, to fill in tensors omitted from this message. After training, ``left`` has
-    values for the answer: step counts of per-step schedulers and the loss scaler's state, or ``None`` without both.
+    ``judge_entries`` raises an error if the site's policy forbids sending a model tensor. ``held`` stores tensors from
+    earlier messages, to fill in tensors omitted from this message. ``left`` is the state after training for the answer:
+    the step counts of per-step schedulers, and the loss scaler's state.
     """
 
     has_server = False

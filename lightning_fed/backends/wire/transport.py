@@ -58,10 +58,10 @@ class Deadline:
 
 
 class Transport(ABC):
-    """Sends packets to clients and yields the answers in packet order.
+    """Sends packets to clients, and yields the answers in packet order.
 
-    Subclasses implement sending and polling for a network. The base class implements time limits, order of answers, and
-    late answers. ``sent`` and ``received`` count bytes; ``late`` counts answers after the end of the round.
+    Subclasses implement sending and polling for a network. This class implements time limits and the order of answers.
+    ``sent`` and ``received`` count bytes; ``late`` counts answers after the end of the round.
     """
 
     def __init__(self, deadline: Deadline | float, poll: float = 0.1, key: Ed25519PrivateKey | None = None) -> None:
@@ -90,7 +90,7 @@ class Transport(ABC):
         """Returns a name for the client's current network connection, or ``None`` if the client is disconnected."""
 
     def forget(self, client: Client) -> None:  # noqa: B027 - optional
-        """Removes the assignment of a node to a client, because the node does not serve this client."""
+        """Removes the assignment of a node to a client."""
 
     def signed(self, kind: str, packet: Packet) -> Packet:
         if self._key is None:
@@ -107,10 +107,8 @@ class Transport(ABC):
     ) -> Iterator[tuple[Client, Answer]]:
         """Sends packets to clients, and yields the answers in the order of the packets.
 
-        ``kind`` is the message type. ``packets`` are consumed one at a time. If a client restarts, the packet
-        ``again(client)`` is sent. The answers have the same order in every run, and only one answer is in memory: an
-        early answer stays in the network until the client's turn. With ``Deadline.min_clients``, answers are instead
-        fetched on arrival, and wait in temporary files.
+        ``kind`` is the message type. ``packets`` are consumed one at a time. After a client's restart, the packet
+        ``again(client)`` is sent. With ``Deadline.min_clients``, answers wait in temporary files until their turn.
         """
         self.discover()
         self._count_late()
@@ -166,9 +164,9 @@ class Transport(ABC):
     ) -> tuple[Client, Answer] | None:
         """Waits for the next answer to one of ``messages``. Returns the client and the answer.
 
-        The method waits at most ``seconds``, and then returns ``None``. The answered message is removed from
-        ``messages``. If a client's connection is lost, or the client exceeds the time limit in ``deadline``, the
-        answer is a text with the reason. If a client's process restarts, the client receives ``again(client)``.
+        Waits at most ``seconds``, then returns ``None``. The answered message is removed from ``messages``. If a
+        client's connection is lost, or the time limit is exceeded, the answer is a text with the reason. If a client's
+        process restarts, the client receives ``again(client)``.
         """
         self._count_late()
         end = time.monotonic() + seconds
@@ -190,9 +188,9 @@ class Transport(ABC):
         return self._miss(message, again) if answer is None else answer
 
     def _miss(self, message: Message, again: Callable[[Client], Packet] | None) -> Answer | None:
-        """Checks a client's connection. Returns ``None`` to wait for the answer, or a text with the reason to stop.
+        """Checks whether a client can still answer. Returns ``None`` to keep waiting, otherwise the reason to give up.
 
-        If the client has restarted, sends the packet ``again(client)``.
+        After a client's restart, the new message ``again(client)`` is sent.
         """
         now = time.monotonic()
         if now - message.checked_at < _LOOK:
@@ -237,7 +235,7 @@ class Transport(ABC):
 
 @dataclass
 class Message:
-    """Message to a client, still without an answer, with the times of sending, last check and lost connection."""
+    """A message with a pending answer."""
 
     client: Client
     kind: str
@@ -254,7 +252,7 @@ def _constant(answer: Answer) -> Callable[[], Answer]:
 
 
 def put_aside(answer: Answer) -> Callable[[], Answer]:
-    """Writes an answer to a temporary file (in memory if the disk is full). Returns a function to read the answer.
+    """Writes an answer to a temporary file. Returns a function to read the answer.
 
     The file is deleted after reading, or with the last reference to the function.
     """

@@ -213,7 +213,7 @@ def test_a_second_yield_in_share_round_is_refused():
     received = []
     running = flow()
     next(running)
-    with pytest.raises(RuntimeError, match="one `yield` in `share_round`"):
+    with pytest.raises(RuntimeError, match="Expected `share_round` to yield once"):
         deliver_values(running, [1, 5])
     assert received == [[1, 5]]
 

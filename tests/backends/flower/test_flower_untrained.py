@@ -166,7 +166,7 @@ def test_buffers_that_are_not_finite(federated_trainer, tmp_path):
 def test_a_server_that_gives_them_values_is_told(tmp_path):
     """Clients lack these values and would fail in every later round."""
     validation = DataLoader(models.as_datasets(DATA)["ann"], batch_size=8)
-    with pytest.raises(MisconfigurationException, match=r"set \['threshold'\]: add these buffers to `personal`"):
+    with pytest.raises(MisconfigurationException, match=r"changed \['threshold'\]\. Add these buffers to `personal`"):
         on_flower(tmp_path / "a", WithThreshold, DATA, federation, 3, val=validation, limit=60)
 
     def personal():

@@ -61,7 +61,7 @@ def test_other_steps_and_hidden_updates_are_refused(federated_trainer, tmp_path)
     fit(federated_trainer, tmp_path / "plain", Federation(seed=3), rounds=1)
     fit(federated_trainer, tmp_path / "hidden", Federation(seed=3, steps=hidden), rounds=1)
     for run, steps in (("plain", [TopK(0.5)]), ("hidden", hidden)):
-        with pytest.raises(OptionError, match="give the run's recipe"):
+        with pytest.raises(OptionError, match="use the run's recipe"):
             replay_round(tmp_path / run, 0, Federation(steps=steps))
 
 

@@ -423,7 +423,7 @@ def test_a_round_that_is_done_again_is_read_of_the_same_clients(tmp_path):
     node = Node(tmp_path).through()
     assert len(node.ask("unmask", "a", survivors=(True, True, True, True, False))) == 5
     node.through()
-    assert "the sum of this round was already unmasked for other clients" in reason(node.ask("unmask", "a"))
+    assert "unmask this round's sum again, for another set of clients" in reason(node.ask("unmask", "a"))
     node.through()
     assert len(node.ask("unmask", "a", survivors=(True, True, True, True, False))) == 5
 
