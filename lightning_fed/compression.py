@@ -50,10 +50,9 @@ VERSION = "model:version"
 
 
 class Compression(UpdateStep, ABC):
-    """Base class of update steps that compress all trained entries in client updates.
+    """Base class of update steps that compress client updates.
 
     A client stores the compression error of an update, and adds the error to the next update (error feedback).
-    Parameters of which clients receive only some rows have no error feedback, because the rows differ between rounds.
     """
 
     refuses = ("resizes",)
@@ -69,22 +68,22 @@ class Compression(UpdateStep, ABC):
 
     @abstractmethod
     def code_like(self, value: Tensor) -> Tensor:
-        """Returns an empty tensor with the shape and dtype of the encoded form of ``value``."""
+        """Returns an empty tensor with the shape and dtype of the code for ``value``."""
 
     @abstractmethod
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Encodes ``step``, the update of one model entry. Returns the encoded tensor, and values such as a scale."""
+        """Encodes one tensor's update. Returns the code, and a tensor for decoding such as a scale."""
 
     @abstractmethod
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """Decodes one entry's update to float64 in the shape of ``like``. Malformed values raise :class:`BadUpdate`."""
+        """Decodes one tensor's update to float64, with the shape of ``like``."""
 
     def form(self, state: State) -> State:
         return state | {name: self.code_like(state[name]) for name in self.names(state)}
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Encodes the update plus the client's stored compression error. Then stores the new compression error."""
+        """Adds the stored compression error to the update, encodes the sum, and stores the new error."""
         seed = derive_seed(self.info.seed, sent.round, client_key(update.client), _STREAM)
         generator = torch.Generator().manual_seed(seed)
         for name in self.names(sent.state):
@@ -92,7 +91,7 @@ class Compression(UpdateStep, ABC):
             if name in memory:
                 step = step + to_float64(memory[name]).to(step.device)
             code, extra = self.encode(step, generator)
-            if name not in self.info.sliced:
+            if name not in self.info.sliced:  # the rows of sliced entries differ between rounds
                 memory[name] = cast_back(step - self.decode(code, extra, step), sent.state[name])
             update.state[name], update.extras[_PREFIX + name] = code, extra
         return update
@@ -119,17 +118,18 @@ class Compression(UpdateStep, ABC):
 
 
 class Quantized(Compression):
-    r"""Rounds updates stochastically, without bias, to 8- or 4-bit multiples of a scale (Alistarh et al., section 3.1).
+    r"""Rounds updates to 8 or 4 bits at random, without bias (Alistarh et al., section 3.1).
+
+    A value :math:`u_i` of an update is sent as the integer :math:`q_i`, a multiple of the scale :math:`s`:
 
     .. math:: q_i = \lfloor u_i / s + \xi_i \rfloor, \qquad \xi_i \sim \mathcal{U}[0, 1), \qquad
-        s = \max_i |u_i| / (2^{b - 1} - 1)
+        s = \max_j |u_j| / (2^{b - 1} - 1)
 
     Args:
-        bits: Number of bits b.
+        bits: Number of bits b per value.
 
     Raises:
-        ValueError: If ``bits`` is neither 8 nor 4, or in combination with FedMA, secure sums or central differential
-            privacy.
+        ValueError: If ``bits`` is not 8 or 4, or with FedMA, secure sums or central differential privacy.
 
     Example:
         >>> from lightning_fed import Federation
@@ -166,9 +166,9 @@ class Quantized(Compression):
 
 
 class Float16(Compression):
-    """Sends updates as float16, scaled by the largest magnitude in each entry.
+    """Sends updates as float16. Each tensor is divided by its largest magnitude.
 
-    Combinations with FedMA, secure sums or central differential privacy raise ``ValueError``.
+    Raises ``ValueError`` with FedMA, secure sums or central differential privacy.
 
     Example:
         >>> from lightning_fed import Federation
@@ -179,7 +179,7 @@ class Float16(Compression):
         return torch.empty(value.shape, dtype=torch.float16, device="meta")
 
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Divides a tensor in the update by its largest magnitude, so that the values are in the range of float16."""
+        """Divides a tensor by the largest magnitude, to fit into float16."""
         scale = step.abs().max()
         return (step / scale if float(scale) else step).half(), scale
 
@@ -188,14 +188,13 @@ class Float16(Compression):
 
 
 class TopK(Compression):
-    """Sends only the values with the largest magnitude in each entry, with flat indices (Stich et al., Algorithm 1).
+    """Sends only the largest values in each tensor's update, by magnitude (Stich et al., Algorithm 1).
 
     Args:
-        share: Fraction of each entry's values to send, in (0, 1]. The number of values is rounded up.
+        share: Fraction of each tensor's values to send, in (0, 1]. The number of values is rounded up.
 
     Raises:
-        ValueError: If ``share`` is outside (0, 1], or in combination with FedMA, secure sums or central differential
-            privacy.
+        ValueError: If ``share`` is outside (0, 1], or with FedMA, secure sums or central differential privacy.
 
     Example:
         >>> from lightning_fed import Federation
@@ -227,20 +226,19 @@ class TopK(Compression):
 
 
 class Downlink(UpdateStep):
-    r"""Compresses broadcasts: sends encoded changes since the client's last model (Tang et al., ICML 2019).
+    r"""Compresses broadcasts: clients receive encoded changes of the global model (Tang et al., ICML 2019).
 
-    The server encodes the change of each round and adds the compression error to the next change (error feedback). The
-    new global model is the decoded model, so server and clients have the same model:
+    In round :math:`t`, the server encodes the change :math:`u` of the global model :math:`w_t`. The compression error
+    :math:`e_{t+1}` is added to the next change (error feedback). The decoded model becomes the new global model:
 
     .. math:: u = \text{new} - w_t + e_t, \qquad w_{t+1} = w_t + C(u), \qquad e_{t+1} = u - C(u)
 
-    A client with an earlier model receives the encoded changes since then, if these are smaller than the model. All
-    other clients receive the full model. On a remote machine all clients share one model file, verified by a hash.
-    Tables of which only some rows are sent, BatchNorm statistics, extra tensors, and models sent for evaluation are not
-    compressed. Checkpoints contain compression errors and recent changes, at most the size of two models.
+    Here *new* is the model from the aggregation rule, and :math:`C` encodes and decodes. A client with an earlier model
+    receives the encoded changes since then, if these are smaller than the model. All other clients receive the full
+    model. BatchNorm statistics and extra tensors are not compressed.
 
     Args:
-        step: Update step that compresses. ``Downlink`` must follow all update steps that change the new model.
+        step: Compression of the changes. ``Downlink`` must follow all update steps that change the new model.
 
     Raises:
         ValueError: If the rule has several global models or client-specific shapes.
@@ -298,7 +296,7 @@ class Downlink(UpdateStep):
 
     @torch.no_grad()
     def restore(self, client_model: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> State:
-        """Client side: decodes the compressed entries of a broadcast, using the client's model and extra tensors."""
+        """Decodes a broadcast on the client, starting from the client's last model."""
         state, number = dict[str, Tensor](), int(client_model.get(VERSION, -1)) + 1
         while number and number <= int(extras.get(VERSION, -1)):
             codes = without_prefix(extras, f"{CODES}{number}:code:")
@@ -358,7 +356,7 @@ class Downlink(UpdateStep):
 
 
 class HeldModels(FederatedCallback):
-    """Callback of :class:`Downlink` (compressed broadcasts) that records each client's model version."""
+    """Callback that records which version of the global model each client has, for :class:`Downlink`."""
 
     supports_vectorize = True
     keeps_privacy = True
@@ -372,7 +370,7 @@ class HeldModels(FederatedCallback):
 
 
 def read_scale(extra: Tensor) -> Tensor:
-    """Checks and returns a compressed update's scale (float64, at least 0). Raises :class:`BadUpdate` if invalid."""
+    """Checks and returns the scale of a compressed update. An invalid scale raises :class:`BadUpdate`."""
     if extra.shape != torch.Size([]) or extra.dtype != torch.float64 or not float(extra) >= 0:
         raise BadUpdate("the client's compressed update has an invalid scale")
     return extra

@@ -1,4 +1,4 @@
-"""Recipes: build model, data and federation from a YAML file and the command line, using ``LightningCLI``."""
+"""Reads recipes: YAML files with model, data and federation."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ COMMANDS = {
 
 @contextmanager
 def remembered_subclasses() -> Iterator[None]:
-    """Caches the subclasses of each class until more modules are imported, so that recipes are parsed faster.
+    """Caches the subclasses of each class, so that recipes are parsed faster.
 
-    If a string is given instead of a module, such as a network name, jsonargparse searches over a thousand subclasses
-    of ``nn.Module``. The context patches a private function of jsonargparse. Without the function, parsing is slower.
+    Otherwise jsonargparse searches over a thousand subclasses of ``nn.Module`` for each network name.
     """
+    # A private function of jsonargparse. If a version lacks the function, parsing is slower.
     search = getattr(_typehints, "get_all_subclass_paths", None)
     if search is None:
         yield
@@ -59,7 +59,7 @@ def remembered_subclasses() -> Iterator[None]:
     cache: dict[Any, list[str]] = {}
 
     def look_up(*arguments: Any, **options: Any) -> list[str]:
-        key = (arguments, tuple(sorted(options.items())), len(sys.modules))
+        key = (arguments, tuple(sorted(options.items())), len(sys.modules))  # an import may add classes
         if key not in cache:
             cache[key] = search(*arguments, **options)
         return cache[key]
@@ -72,14 +72,14 @@ def remembered_subclasses() -> Iterator[None]:
 
 
 class FederatedCLI(LightningCLI):
-    """``LightningCLI`` with a :class:`~lightning_fed.FederatedTrainer`, and errors without a traceback.
+    """Command line for federated training: ``LightningCLI`` with a :class:`~lightning_fed.FederatedTrainer`.
 
-    Recipes name model and data by class path, or for classes in lightning_fed by class name. The environment variable
-    ``JSONARGPARSE_DEBUG=true`` restores tracebacks.
+    Recipes name model and data by class path. For a class in lightning_fed, the class name is enough. Errors are
+    printed without a traceback, unless the environment variable ``JSONARGPARSE_DEBUG`` is ``true``.
 
     Args:
         args: Command line arguments; if ``None``, the arguments of the process.
-        run: Whether to run the first word of the command line as a command. Otherwise the objects are only created.
+        run: Whether to run the command named by the first argument. Otherwise the objects are only created.
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
@@ -110,7 +110,7 @@ class FederatedCLI(LightningCLI):
             )  # fmt: skip
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the command line. If the ``ckpt_path`` checkpoint stores no class, the recipe's model is used."""
+        """Parses the command line. For a checkpoint saved in Python, the recipe sets the model's arguments."""
         super().parse_arguments(parser, args)
         options = self.config.get(self.config.get("subcommand", ""), {})
         path = options.get("ckpt_path")
@@ -151,10 +151,10 @@ class FederatedCLI(LightningCLI):
             sys.stderr.write("warning: No `--ckpt_path`: the model has its initial weights.\n")
 
     def predict(self, **arguments: Any) -> None:
-        """Runs ``predict``, and saves the list of predictions by batch as ``predictions.pt`` next to the logs.
+        """Runs ``predict``, and saves the predictions of all batches in ``predictions.pt`` next to the logs.
 
-        With several processes, each process saves its own batches (``predictions_0.pt``, ...). ``--return_predictions
-        false`` saves nothing, for use with a ``BasePredictionWriter`` callback.
+        With several processes, each process writes a file (``predictions_0.pt``, ...). With the option
+        ``--return_predictions false``, nothing is saved: use a ``BasePredictionWriter`` callback.
         """
         predictions = self.trainer.predict(**arguments)
         if predictions:
@@ -176,14 +176,14 @@ def federated_trainer(
     enable_progress_bar: bool | None = None,
     **options: Any,
 ) -> FederatedTrainer:
-    """Creates a :class:`~lightning_fed.FederatedTrainer`. The annotations tell ``LightningCLI`` how to parse a recipe.
+    """Creates a :class:`~lightning_fed.FederatedTrainer` from the arguments in a recipe.
 
     Args:
         max_rounds: Number of rounds: Lightning's ``max_epochs``.
-        federation: A :class:`~lightning_fed.Federation` instead of this class's arguments (``method``, ``personal``,
-            ``frozen``, ``steps`` and others): ``{class_path: lightning_fed.Federation, init_args: {method: fedbn}}``.
-        personal: Entries that stay on each client: name patterns, or module types by class path.
-        frozen: Entries that are never sent: name patterns, or module types by class path.
+        federation: A :class:`~lightning_fed.Federation` callback, instead of ``method``, ``personal``, ``frozen``,
+            ``steps`` and other options. In a recipe: ``{class_path: lightning_fed.Federation, init_args: ...}``.
+        personal: Name patterns or module types (class paths) for the tensors that stay on each client.
+        frozen: Name patterns or module types (class paths) for the tensors that are never sent.
         steps: Update steps, in order of execution on the client.
         callbacks: Callbacks in addition to the federation.
         enable_progress_bar: Whether to show a progress bar.
@@ -201,4 +201,5 @@ def federated_trainer(
     )
 
 
+# The annotations tell `LightningCLI` how to parse a recipe.
 _TRAINER_CLASS = class_from_function(federated_trainer)  # created once: jsonargparse reads the sources of all callers

@@ -1,4 +1,4 @@
-"""Attacks by malicious clients, for testing a federation: update steps, and callbacks for attacks on data."""
+"""Simulated attacks by malicious clients, for testing a federation."""
 
 from lightning_fed.attacks.attack import Attack as Attack
 from lightning_fed.attacks.data import Backdoor as Backdoor

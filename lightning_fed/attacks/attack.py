@@ -26,8 +26,7 @@ class Attack:
         seed: Seed for drawing clients and for the attack.
 
     Raises:
-        ValueError: If ``clients`` or ``seed`` is negative, or ``clients`` is a single name; in a fit, if clients are
-            too few, or a name is unknown.
+        ValueError: If an argument is invalid; in a fit, if a client is unknown or clients are too few.
     """
 
     def __init__(self, clients: Sequence[Client] | int, seed: int = 0) -> None:
@@ -38,7 +37,7 @@ class Attack:
 
     @property
     def needs_population(self) -> str:
-        """Reason to need a list of all clients, for an error message; empty if the attack needs no such list."""
+        """Explains why the attack needs a list of all clients; empty if the attack needs no list."""
         is_drawn = isinstance(self.clients, int)
         return (
             "the attack draws the malicious clients from all clients: name the malicious clients instead"
@@ -77,7 +76,7 @@ class AttackStep(Attack, UpdateStep):
 
 
 class AttackCheck(FederatedCallback):
-    """Callback that raises an error if an attack on updates names an unknown client. Added once per Trainer."""
+    """Raises an error if an attack on updates names an unknown client."""
 
     supports_vectorize = True
     keeps_privacy = True

@@ -65,9 +65,9 @@ class Backdoor(DataAttack):
     """Malicious clients train the model to assign images with a trigger to a target class.
 
     The trigger is a square in the lower right corner. In a malicious client's batch, the first images receive the
-    trigger and the target label. Each validation logs ``backdoor/success_rate``: the fraction of validation images from
-    other classes for which, with the trigger, the global model predicts the target. In combination with
-    :class:`Scaling` the attack is model replacement.
+    trigger and the target label. Each validation adds the trigger to images from other classes, and logs
+    ``backdoor/success_rate``: the fraction that the global model assigns to the target class. In combination with
+    :class:`Scaling` the attack is called model replacement.
 
     A batch contains images, shape ``(batch, channels, height, width)``, and labels, shape ``(batch,)``. The module
     returns logits for images, shape ``(batch, classes)``.

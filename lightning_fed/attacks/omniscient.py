@@ -1,6 +1,6 @@
 """Attacks with knowledge of all honest updates in a round.
 
-These attacks are a worst case. In a simulation the server executes the attack, as the first update step after receipt.
+These attacks are a worst case. In a simulation the server executes the attack.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 class HonestSteps:
-    """Running mean and standard deviation of the honest clients' updates in a round, and one of these updates.
+    """Running mean and standard deviation over the honest clients' updates in a round, and one of these updates.
 
-    ``first`` is the update from the client with the smallest hash of the client's name. Memory is O(model).
+    A hash of the clients' names determines this update, ``first``.
 
     Example:
         >>> honest = HonestSteps()
@@ -69,7 +69,7 @@ class HonestSteps:
 
 
 class OmniscientAttack(AttackStep, CollectingStep):
-    """Base class of attacks with knowledge of honest updates. Requires all updates in one process."""
+    """Base class for attacks that use the honest updates. Requires all updates in one process."""
 
     refuses = ("has_clusters", "has_versions", "resizes")
 
@@ -108,8 +108,8 @@ class IPM(OmniscientAttack):
 
     .. math:: u = - \tau \bar u
 
-    With small :math:`\tau` the average keeps its direction but shrinks, and malicious updates look normal. With large
-    :math:`\tau` the average reverses its direction.
+    Here :math:`\bar u` is the honest updates' mean. With small :math:`\tau` the average keeps its direction but
+    shrinks, and malicious updates look normal. With large :math:`\tau` the average reverses its direction.
 
     Args:
         clients: Malicious clients, or the number to draw.
@@ -136,6 +136,8 @@ class ALIE(OmniscientAttack):
 
     .. math:: u = \bar u + z \, \sigma(u)
 
+    Mean :math:`\bar u` and standard deviation :math:`\sigma(u)` are over the honest updates.
+
     Args:
         clients: Malicious clients, or the number to draw.
         z: Number of standard deviations. The paper uses 1.5 for MNIST and 1 for CIFAR-10.
@@ -160,8 +162,8 @@ class ALIE(OmniscientAttack):
 class Mimic(OmniscientAttack):
     """Malicious clients copy one honest client's update, to increase this client's weight in the average.
 
-    Each copy is plausible, but the weights of other clients decrease, which matters most for heterogeneous data. The
-    copied client has the smallest :func:`~lightning_fed.numerics.seeds.client_key`.
+    Each copy is plausible. The attack matters most for heterogeneous data. A hash of the clients' names determines the
+    copied client.
 
     Args:
         clients: Malicious clients, or the number to draw.

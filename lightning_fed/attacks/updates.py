@@ -1,4 +1,4 @@
-"""Attacks on single updates, which know only the broadcast and the malicious client's training."""
+"""Attacks by single malicious clients, without knowledge of other clients' updates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class UpdateAttack(AttackStep, ABC):
 
     @abstractmethod
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns a malicious client's values for one parameter. ``start``, ``trained``: before and after training."""
+        """Returns a malicious client's values for one parameter, from the values after and before training."""
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         if update.client in self.malicious(self.info.clients):
@@ -31,7 +31,7 @@ class UpdateAttack(AttackStep, ABC):
 
 
 class SignFlip(UpdateAttack):
-    """Malicious clients reverse their update: :math:`w_t - s (w_k - w_t)`.
+    """Malicious clients send :math:`w_t - s (w_k - w_t)`, for global model :math:`w_t` and trained model :math:`w_k`.
 
     Args:
         clients: Malicious clients, or the number to draw.
@@ -52,7 +52,7 @@ class SignFlip(UpdateAttack):
 
 
 class Scaling(UpdateAttack):
-    """Malicious clients scale their update: :math:`w_t + s (w_k - w_t)`.
+    """Malicious clients send :math:`w_t + s (w_k - w_t)`, for global model :math:`w_t` and trained model :math:`w_k`.
 
     If s equals the number of averaged clients, the malicious model replaces the global model.
 

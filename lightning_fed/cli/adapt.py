@@ -1,4 +1,4 @@
-"""``lightning-fed adapt``: measures a checkpoint's BatchNorm statistics on data from a new site."""
+"""``lightning-fed adapt``: measures BatchNorm statistics for a checkpoint, on data from a new site."""
 
 from __future__ import annotations
 

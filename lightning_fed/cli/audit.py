@@ -25,7 +25,7 @@ from lightning_fed.console import round_number
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs ``lightning-fed audit`` with arguments ``args``. Exit status 1 means a changed log of messages."""
+    """Runs ``lightning-fed audit`` with arguments ``args``. Exits with status 1 if the log was changed."""
     options = _parser().parse_args(args)
     shown: deque[Line] = deque(maxlen=options.last)
     number, head, is_there = 0, START, options.head in (None, START)
@@ -72,7 +72,7 @@ def _rotate(path: Path, head: Path) -> None:
 
 
 def describe_line(line: Line, is_full: bool = False) -> str:
-    """Formats a line from a site's log for messages: a summary, or with ``is_full`` the complete JSON.
+    """Formats one line of a site's message log as text, or with ``is_full`` as JSON. Rounds in texts start at 1.
 
     Example:
         >>> content = {"event": "answer", "time": "2026-11-24T12:00:00.5+00:00", "client": "ann", "run": "3f9a77c0",

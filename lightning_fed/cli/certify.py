@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs ``lightning-fed certify`` with arguments ``args``. Exit status 1 if the run differs from the certificate."""
+    """Runs ``lightning-fed certify`` with ``args``. Exits with status 1 if the run differs from the certificate."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed certify",
         description="Write or verify one signed JSON file about a run with the callback `KeepRounds`: participants,"

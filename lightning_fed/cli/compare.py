@@ -1,4 +1,4 @@
-"""``lightning-fed compare``: trains a recipe with several methods, with equal rounds."""
+"""``lightning-fed compare``: trains a recipe with several methods for comparison."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(args: Sequence[str]) -> None:
 def read_plan(
     parser: argparse.ArgumentParser, options: argparse.Namespace, fit_args: Sequence[str], **more: Any
 ) -> Plan:
-    """Builds the plan of a comparison from parsed options. Invalid options end the program with an error message."""
+    """Builds the plan of a comparison from parsed options. Exits with an error message for invalid options."""
     # Imports torch: only after the parser, so errors and help are fast.
     from lightning_fed.compare.method_options import MethodChoice
     from lightning_fed.compare.plan import Plan

@@ -1,4 +1,4 @@
-"""Trains the demo: DeepLabV3+ on clients with different images. Results are a table and a report."""
+"""Trains the demo, DeepLabV3+ on clients with different images, and writes a report."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Results of the demo: logged values by round, TensorBoard folder (with checkpoint), and HTML report."""
+    """Results of the demo: logged values by round, TensorBoard folder, and HTML report."""
 
     rounds: list[dict[str, float]]
     log_dir: Path
@@ -66,10 +66,9 @@ def run_demo(
     clients_per_round: int = 5,
     num_scenes: int = 960,
 ) -> DemoResult:
-    """Trains DeepLabV3+ on the clients. Writes a table, TensorBoard logs and a report with predictions by client.
+    """Trains DeepLabV3+ on clients with different images, and writes a table, TensorBoard logs and a report.
 
-    A Dirichlet distribution determines each client's classes. Generated images also differ in contrast and colours
-    between clients.
+    Each client's classes are drawn from a Dirichlet distribution. Generated images also differ in contrast and colours.
     """
     missing = [name for name in ("matplotlib", "tensorboard") if find_spec(name) is None]
     if missing:

@@ -30,7 +30,7 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class PackageState:
-    """A required package: the requirement, and the installed version, or ``None`` if the package is missing."""
+    """Requirement for a package, and the installed version, or ``None`` if the package is missing."""
 
     requirement: Requirement
     installed: str | None
@@ -45,7 +45,7 @@ class PackageState:
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs ``lightning-fed doctor`` with the command-line arguments ``args``. Exit status 1 means a failed check."""
+    """Runs ``lightning-fed doctor`` with arguments ``args``. Exits with status 1 if a check fails."""
     options = _parser().parse_args(args)
     if options.flower is not None:
         _check_flower(options)
@@ -86,7 +86,7 @@ def _check_flower(options: argparse.Namespace) -> None:
 
 
 def examine(requirements: Sequence[str]) -> Iterator[str]:
-    """Yields report lines on the installed versions of ``requirements``, the package's list of required packages."""
+    """Yields lines of the report. ``requirements`` lists the required packages."""
     yield f"{PACKAGE} {__version__}"
     yield f"Python {platform.python_version()}, {platform.platform()}"
     yield from ("", "Always needed", *(f"  {state}" for state in states_of(_needed(requirements))), "", "Devices")
@@ -108,7 +108,7 @@ def _needed(requirements: Sequence[str]) -> list[Requirement]:
 
 
 def is_of_extra(requirement: Requirement, extra: str) -> bool:
-    """True if a requirement belongs only to the package's optional extra ``extra``."""
+    """True if a requirement belongs only to the optional dependencies named ``extra``."""
     marker = requirement.marker
     return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
@@ -119,7 +119,7 @@ def states_of(requirements: Sequence[Requirement]) -> list[PackageState]:
 
 
 def devices() -> list[str]:
-    """Describes all devices for Lightning's ``accelerator``, or the error from ``import torch``."""
+    """Describes all devices known to Lightning, or the error from ``import torch``."""
     try:
         import torch
     except (ImportError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Entry point of the command line: runs a fit from a recipe (YAML file), or another command."""
+"""Entry point of the command line, for training a recipe and for the other commands."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def run(args: Sequence[str]) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Builds the command's parser. Each argument of ``MatchedAverage``, except ``inputs``, becomes an option."""
+    """Builds the command's parser, with an option for each argument of ``MatchedAverage`` except ``inputs``."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed merge",
         usage="lightning-fed merge CHECKPOINT CHECKPOINT ... -o CHECKPOINT [-c RECIPE] [options]",

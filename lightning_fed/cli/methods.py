@@ -60,7 +60,7 @@ def table_of_methods() -> str:
 
 
 def describe_method(name: str) -> str:
-    """Describes a method, given by name or import path: purpose, costs, options, and options of the method's callbacks.
+    """Describes a method, given by name or import path: purpose, costs and options.
 
     The costs are the items "Sends", "Keeps", "Costs" and "For" in the docstring.
 
@@ -93,7 +93,7 @@ def describe_method(name: str) -> str:
 
 
 def costs_of(text: str) -> dict[str, str]:
-    r"""Finds the items "Sends", "Keeps", "Costs" and "For" in a docstring. Returns a text for each item name."""
+    r"""Returns the texts of the items "Sends", "Keeps", "Costs" and "For" in a method's docstring."""
     points = re.findall(r"^- (Sends|Keeps|Costs|For): (.*(?:\n  .*)*)", text, re.MULTILINE)
     return {name: " ".join(value.split()) for name, value in points}
 

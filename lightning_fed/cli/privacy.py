@@ -106,7 +106,7 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
 
 
 def draw_epsilon(recipe: Recipe, path: Path) -> None:
-    """Draws epsilon over the rounds as a figure, for the recipe's noise, half of this noise, and twice this noise."""
+    """Draws epsilon over the rounds, for the recipe's noise, half the noise and twice the noise."""
     from lightning_fed.callbacks.pictures import new_figure
     from lightning_fed.report.figures import INK, save_figure
 

@@ -43,7 +43,7 @@ _NOT_ON_SERVER = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Objects for the server and the client program, built from one recipe (a LightningCLI config file)."""
+    """Objects of the server program and the client program, built from one LightningCLI config file."""
 
     federation: Federation
     model: L.LightningModule
@@ -55,7 +55,7 @@ class Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recipe:
-    """Builds the objects of a recipe (a LightningCLI config file) for server and client. ``args`` override the file."""
+    """Builds the objects of server and client from a LightningCLI config file. ``args`` override the file."""
     from lightning_fed.recipe import FederatedCLI
 
     with warnings.catch_warnings():
@@ -99,7 +99,7 @@ def _clients_of(recipe: Recipe) -> Sequence[Client]:
 
 
 def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], network: str) -> None:
-    """Writes server and client programs for a recipe (YAML). ``templates`` maps each program to a template's file."""
+    """Writes server and client programs for a recipe. ``templates`` maps each program to a template's file."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     module = name.replace("-", "_")
     if not module.isidentifier():

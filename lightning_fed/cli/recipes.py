@@ -1,4 +1,4 @@
-"""``lightning-fed recipes``: lists or prints the recipes (training configurations in YAML) in the package."""
+"""``lightning-fed recipes``: lists or prints the package's recipes (training configurations)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def split_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def split_model_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Splits a command line into arguments for the command, and options for model and data (``MODEL_OPTIONS``).
+    """Splits a command line into the command's arguments and the options for model and data.
 
     Example:
         >>> split_model_options(["a.ckpt", "--model.width", "5", "--data=Shapes", "--num_batches", "2"])
@@ -63,7 +63,7 @@ def split_model_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[st
 
 
 def absent_recipe(args: Sequence[str]) -> str | None:
-    """Returns a hint if an argument is a missing file with the name of a packaged recipe, or ``None``."""
+    """Returns a hint if an argument is a missing file with a packaged recipe's name, otherwise ``None``."""
     # Guides use paths of recipes in the repository, but an installed package has another folder.
     for argument in args:
         path = Path(argument.rpartition("=")[2])
@@ -76,7 +76,7 @@ def absent_recipe(args: Sequence[str]) -> str | None:
 
 
 def recipe_folder() -> Path:
-    """Folder of the packaged recipes: inside an installed package, or next to the package in a clone."""
+    """Folder of the recipes in the package, or in a clone of the repository."""
     package = Path(__file__).parents[1]
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parent / "recipes"

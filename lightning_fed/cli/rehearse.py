@@ -1,4 +1,4 @@
-"""``lightning-fed rehearse``: rehearses a recipe's deployment in virtual time, with simulated faults."""
+"""``lightning-fed rehearse``: simulates the deployment of a recipe, with faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``lightning-fed replay``: repeats the aggregation of a kept round, also with fewer clients or another rule."""
+"""``lightning-fed replay``: repeats the aggregation of a round from stored updates (callback ``KeepRounds``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs ``lightning-fed replay`` with arguments ``args``. Exit status 1: the result is not the recorded model."""
+    """Runs ``lightning-fed replay`` with ``args``. Exits with status 1 if the result is not the recorded model."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed replay",
         description="Repeat the aggregation of a round from the updates kept by the callback `KeepRounds`.",
@@ -38,8 +38,8 @@ def run(args: Sequence[str]) -> None:
     missing = set(options.without) - {str(client) for client in without}
     if missing:
         raise FileNotFoundError(
-            f"Expected clients with a kept update in round {options.round} as `--without`, but no update is from "
-            f"{sorted(missing)}: check the names."
+            f"Expected `--without` to name clients with a stored update in round {options.round}, but no update is "
+            f"from {sorted(missing)}: check the names."
         )
     recorded, repeated = replay_round(options.run, options.round - 1, federation, without)
     is_equal = digest(recorded) == digest(repeated)

@@ -1,4 +1,4 @@
-"""``lightning-fed study``: compares federated with local training at each site, with confidence intervals."""
+"""``lightning-fed study``: compares federated training with separate training at each site."""
 
 from __future__ import annotations
 

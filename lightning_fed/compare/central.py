@@ -33,7 +33,7 @@ from lightning_fed.recipe import FederatedCLI
 
 
 def check_central(cli: FederatedCLI) -> None:
-    """Refuses a recipe without ``max_rounds`` or ``local_epochs``, because centralised training needs both numbers."""
+    """Refuses a recipe without ``max_rounds`` or ``local_epochs``. Centralised training needs both numbers."""
     trainer: Any = cli.trainer
     if trainer.federation.schedule.local_steps is not None:
         raise MisconfigurationException(
@@ -44,10 +44,10 @@ def check_central(cli: FederatedCLI) -> None:
 
 
 def central_trainer(cli: FederatedCLI) -> L.Trainer:
-    """Builds a plain Trainer with one epoch per round of the recipe, without stragglers.
+    """Builds a plain Trainer for centralised training, with one epoch per round of the recipe.
 
-    An epoch has as many examples as a round: the clients' examples times ``local_epochs``. An epoch may contain several
-    passes over the pooled data, or part of a pass. For schedulers, validation and callbacks, an epoch equals a round.
+    An epoch has as many examples as a round: the clients' examples times ``local_epochs``. An epoch may therefore
+    contain several passes over the pooled data, or part of a pass.
     """
     federated: Any = cli.trainer
     federation: Federation = federated.federation
@@ -79,7 +79,7 @@ def _passes(loader: Any, datamodule: Any, federation: Federation) -> Fraction:
 
 
 class _Rounds:
-    """Dataloader with one round's batches per Lightning epoch. The next epoch continues with the following data."""
+    """Dataloader with one round's batches per epoch. The next epoch continues where the last epoch has stopped."""
 
     # Random numbers depend only on the round and the pass, so a resumed run draws the same numbers.
 
@@ -127,7 +127,7 @@ def _length_of(loader: Any) -> int:
 
 
 class _PooledRounds(RevertingCallback):
-    """Callback for pooled training. An epoch has as many examples as a federated round; frozen entries stay frozen."""
+    """Callback for pooled training: gives an epoch as many examples as a round, and freezes the frozen entries."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
@@ -158,7 +158,7 @@ class _PooledRounds(RevertingCallback):
 
 
 class _ClientMeans(Callback):
-    """Callback that evaluates the central model on each client's data, and logs the means over the clients."""
+    """Callback that evaluates the central model on each client's data, and logs the means."""
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:

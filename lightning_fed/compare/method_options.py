@@ -1,4 +1,4 @@
-"""Methods in a comparison: a federated method with options, centralised training, or separate training per client."""
+"""Parses the methods of a comparison: federated methods with options, and the baselines."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SHARED = ("seed", "local_epochs")  # a method with these options receives the r
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """A method with options, parsed from text such as ``"fedprox:mu=0.1"``, or a baseline (``"central"``, ``"local"``).
+    """A federated method with options, such as ``"fedprox:mu=0.1"``, or a baseline.
 
-    Options are arguments of the method or of ``Federation``. Names of nested arguments contain dots:
-    ``"availability.partial_work"``.
+    The baselines are ``"central"`` (training on pooled data) and ``"local"`` (separate training). Options are arguments
+    of the method or of ``Federation``. Nested arguments have names with dots: ``"availability.partial_work"``.
     """
 
     label: str
@@ -38,7 +38,7 @@ class MethodChoice:
 
     @classmethod
     def parse(cls, text: str) -> MethodChoice:
-        """Parses ``name[:option=value[:option=value...]]``. Raises ``ValueError`` for unknown names or values.
+        """Parses a text such as ``"fedbn:clients_per_round=5"``. Raises ``ValueError`` for unknown names or values.
 
         Example:
             >>> MethodChoice.parse("fedbn:clients_per_round=5").options
@@ -56,10 +56,10 @@ class MethodChoice:
         return choice
 
     def federation(self, recipe: Federation) -> Federation:
-        """Copies a federation, with this method as the new method. For ``"central"``, returns the federation itself.
+        """Copies a recipe's federation, with this method instead of the recipe's method.
 
-        With ``"local"``, all trained parameters stay on the clients, as in separate fits. If the method has an option
-        ``seed`` or ``local_epochs`` (FedRep), the default is the original federation's value.
+        For ``"central"``, returns the federation itself. With ``"local"``, all trained parameters stay on the clients.
+        If the method has an option ``seed`` or ``local_epochs``, the default is the recipe's value.
         """
         if self.name == CENTRAL:
             return recipe

@@ -1,6 +1,6 @@
-"""Plan of a comparison, and a function that executes the runs one after another.
+"""Plan of a comparison between methods, and execution of the runs.
 
-The clients' data, the cohorts, the stragglers and the initial weights depend only on the run's seed.
+The clients' data, the rounds' clients, the stragglers and the initial weights depend only on the run's seed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_fed.study.site_scores import SITES, SiteScores, check_sites
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a comparison: a recipe, its methods and seeds.
+    """Plan of a comparison between methods on one recipe.
 
     Args:
         recipe: The recipe's path.
@@ -42,14 +42,14 @@ class Plan:
         stragglers: Fractions of stragglers; by default the fraction in the recipe.
         out: Folder for the results.
         monitor: Name of the compared metric; by default the metric in the recipe's ``ModelCheckpoint``.
-        mode: ``"max"`` or ``"min"``; by default the mode in the recipe's ``ModelCheckpoint``, or else a guess from
-            the metric's name.
+        mode: ``"max"`` or ``"min"``; by default the mode in the recipe's ``ModelCheckpoint``. Without such a
+            callback, the mode is guessed from the metric's name.
         test: Whether to evaluate the finished models on the test data.
-        overrides: Further arguments for ``lightning-fed fit``, for all runs; ``{seed}`` is replaced by the run's seed.
+        overrides: Further arguments of ``lightning-fed fit`` for all runs. ``{seed}`` stands for the run's seed.
         minutes: Time limit for the comparison, by default none. A round starts only if the time left is longer than
             the longest round so far.
-        sites: ``"validation"`` or ``"test"``: data to score case by case, for a study; by default, no case is scored.
-        patient: Key of patient names in a batch, see :class:`~lightning_fed.study.SiteScores`.
+        sites: Data to score case by case for a study, ``"validation"`` or ``"test"``; by default none.
+        patient: Key of the patient names in a batch, see :class:`~lightning_fed.study.SiteScores`.
 
     Raises:
         ValueError: If methods or seeds are empty or have duplicates, or a number is out of range.
@@ -87,7 +87,7 @@ class Plan:
 
 
 class Progress:
-    """Prints one line per training run: the run's name, the progress (on a terminal), and the result."""
+    """Prints one line per training run, with the run's name, progress and result."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
@@ -111,22 +111,24 @@ class Progress:
 
 
 def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """Trains the unfinished runs of a comparison (one method and seed each), one after another.
+    """Trains the unfinished runs of a comparison, one after another.
 
-    With ``batch_norm="auto"`` all runs treat BatchNorm in the same way. If a method cannot report BatchNorm statistics
-    (secure sums, central privacy, FedSS), each client has separate statistics in all runs. Otherwise the first run
-    chooses between pooled and separate statistics, for all runs. Every run uses a folder in ``<out>/runs``. An
-    interrupted run continues after the last complete round. ``progress`` writes a line per run, by default to the
-    standard output.
+    A run trains one method with one seed, and uses a folder in ``<out>/runs``. An interrupted run continues after the
+    last complete round. With ``batch_norm="auto"`` all runs treat BatchNorm in the same way. If one method needs
+    separate BatchNorm statistics for each client, all methods have these. Otherwise the first run decides.
+
+    Args:
+        plan: The methods, seeds and data.
+        progress: Writes a line per run, by default to the standard output.
 
     Returns:
-        The results of all finished runs: ``method``, ``seed``, ``stragglers``, ``monitor``, ``mode``, ``rounds`` (every
-        round's numbers), ``test`` (numbers on the test data), ``has_own_models`` (whether clients have personal models)
-        and, with ``sites``, the scores by site. Runs that did not finish within the time limit are omitted.
+        A dictionary per finished run, with ``method``, ``seed``, ``stragglers``, ``monitor`` and ``mode``. ``rounds``
+        has the values of every round, ``test`` the values on the test data, and ``sites`` the scores by site.
+        ``has_own_models`` is true if clients have personal models.
 
     Raises:
-        MisconfigurationException: If a method does not fit the recipe, a folder contains a run from another recipe or
-            with another treatment of BatchNorm, or the metric is not logged.
+        MisconfigurationException: If a method does not fit the recipe, a folder contains a different run, or the
+            metric is not logged.
     """
     progress = progress or Progress()
     runs, target, treatment = _prepare(plan)
@@ -211,9 +213,11 @@ def _run(
 
 
 def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str], str]:
-    """Checks methods and folders. Returns the runs, the metric with ``"min"`` or ``"max"``, and a BatchNorm treatment.
+    """Checks a plan, and lists the runs.
 
-    The treatment is ``"own"`` if a method needs separate BatchNorm statistics for each client, otherwise ``""``.
+    Returns:
+        The runs; the compared metric's name and mode; and the BatchNorm option for all runs. The option is ``"own"``
+        (separate statistics for each client) if a method needs this option, otherwise empty.
     """
     with quiet():
         cli = plan.build(plan.seeds[0])
@@ -250,8 +254,9 @@ def _check_method(method: MethodChoice, cli: FederatedCLI) -> None:
     trainer: Any = cli.trainer
     if settings := trainer.federation.method.settings:  # other methods would train with different settings
         raise MisconfigurationException(
-            f"Expected a recipe whose `method` changes no other settings, but {trainer.federation.method.name} sets "
-            f"{sorted(settings)}: use another method in the recipe."
+            f"Expected a recipe whose `method` sets no other options, but {trainer.federation.method.name} sets "
+            f"{sorted(settings)}, which would apply to all compared methods: put another method, such as 'fedavg', "
+            "into the recipe."
         )
     if trainer.federation.partition is None and not isinstance(cli.datamodule, FederatedDataModule):
         raise MisconfigurationException(

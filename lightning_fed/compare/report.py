@@ -31,13 +31,12 @@ _OF_CLIENTS = (
 
 @dataclass
 class Cell:
-    """Results for one method and one fraction of stragglers, with one value per seed.
+    """Results of one method with one fraction of stragglers. Each list has one value per seed.
 
     Args:
         score: Mean metric over the last rounds.
         loss: Training loss in the last round, if logged as ``train_loss``.
-        rounds_to_target: First round (from 1) in which the score reaches the target, a fraction of the centralised
-            score.
+        rounds_to_target: First round, counted from 1, in which the score reaches the target; ``None`` if never.
         megabytes: Megabytes sent in both directions, over all rounds.
         seconds: Wall-clock seconds for training and aggregation, over all rounds.
         cpu_seconds: CPU seconds for training and aggregation, over all rounds; excludes GPU work.
@@ -56,12 +55,14 @@ class Cell:
 def summarize(
     results: Sequence[Mapping[str, Any]], target: float = 0.8, last: int = 1
 ) -> dict[tuple[str, float | None], Cell]:
-    """Summarises results by method and fraction of stragglers (``None`` if training is centralised).
+    """Summarises results by method and fraction of stragglers.
+
+    The fraction is ``None`` for centralised training.
 
     Args:
         results: Results from :func:`~lightning_fed.compare.run_comparison`.
-        target: Fraction of the central run's score for the same seed; for 0.8 the column ``#R@80%`` counts the rounds
-            until a run reaches this score. With mode ``"min"``, the central score is divided by ``target``.
+        target: Target score, as a fraction of the score of centralised training with the same seed. With mode
+            ``"min"``, the score of centralised training is divided by ``target``.
         last: Number of final rounds in the mean score.
 
     Example:
@@ -89,9 +90,9 @@ def summarize(
 
 
 def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: float = 0.8, last: int = 1) -> str:
-    """Writes ``rounds.csv``, ``summary.csv``, ``summary.md`` and ``curves.png`` (with matplotlib) into a folder.
+    """Writes the tables and curves of a comparison into a folder. Returns the table in Markdown.
 
-    Takes the arguments of :func:`summarize`, with at least one result. Returns the table in Markdown.
+    For the other arguments see :func:`summarize`. Without matplotlib the curves are omitted.
     """
     write_text_atomically(folder / "rounds.csv", _rounds(results))
     write_text_atomically(folder / "summary.csv", _summary(results, target, last))
@@ -143,10 +144,10 @@ def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: in
 
 
 def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, last: int = 1) -> None:
-    """Draws the validation metric by round: one panel per fraction of stragglers, and one curve per method.
+    """Draws each method's validation metric by round into a PNG file.
 
-    A curve is the mean over seeds, the band around the curve the range over seeds. The result is a PNG file; for the
-    arguments see :func:`summarize`.
+    Each fraction of stragglers has a panel. A curve shows the mean over seeds, and the band shows the range over seeds.
+    For the other arguments see :func:`summarize`.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
@@ -234,7 +235,7 @@ def _note(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str
 
 
 def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
-    """Formats sentences on the difference in score between each method and the first method."""
+    """Describes the difference in score between each method and the first method."""
     methods = list(dict.fromkeys(run["method"] for run in results if run["method"] != CENTRAL))
     if len(methods) < 2:
         return []

@@ -1,4 +1,4 @@
-"""One run of a comparison: the recipe with another method, or centralised training."""
+"""Trains and evaluates one run of a comparison."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _NOT_KEPT = (
 
 @dataclass(frozen=True)
 class Run:
-    """Training run in a comparison. The seed determines the split, the rounds and the initial weights."""
+    """Run of a comparison: one method, trained with one seed and one fraction of stragglers."""
 
     method: MethodChoice
     seed: int
@@ -57,14 +57,14 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Folder name: method, fraction of stragglers (if any) and seed, as in ``fedprox_mu=0.1_0.5_0``."""
+        """Name of the run's folder, such as ``fedprox_mu=0.1_0.5_0`` for seed 0 and 50 % stragglers."""
         label = "".join(sign if sign.isalnum() or sign in "=.-" else "_" for sign in self.method.label)
         stragglers = "" if self.stragglers is None else f"_{self.stragglers:g}"
         return f"{label}{stragglers}_{self.seed}"
 
 
 class RoundCurve(Callback):
-    """Callback that records every round's values and durations, calls ``on_round``, and stops at the deadline."""
+    """Callback that records every round's values and duration, and stops the fit at the deadline."""
 
     def __init__(self, on_round: Callable[[int, dict[str, float]], None], deadline: float = math.inf) -> None:
         # `seconds` and `cpu_seconds` cover training and aggregation.
@@ -117,10 +117,11 @@ def train(
     deadline: float = math.inf,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any] | None:
-    """Trains a run, and returns the results as JSON-compatible values; ``None`` if the deadline ended the run.
+    """Trains a run. Returns the results, or ``None`` if the deadline ended the run.
 
-    An interrupted run resumes after the last round, from ``last.ckpt`` in ``folder``. ``on_round`` receives the round's
-    number (from 1), the number of rounds, and the values. ``decision`` replaces the choice by ``batch_norm="auto"``.
+    ``folder`` holds the checkpoint from which an interrupted run resumes, and ``logs`` the TensorBoard logs.
+    ``on_round`` receives the round's number (from 1), the number of rounds, and the logged values. ``decision`` is the
+    BatchNorm option for a recipe with ``batch_norm="auto"``.
     """
     trainer = _make_trainer(cli, run)
     federation = federation_of(trainer)
@@ -149,7 +150,7 @@ def train(
 def evaluate(
     cli: FederatedCLI, run: Run, folder: Path, stage: Stage = "test", callbacks: Sequence[Callback] = ()
 ) -> dict[str, float]:
-    """Evaluates a finished run on the test or validation data, and by client if every client has such data."""
+    """Evaluates a finished run on the test or validation data. Returns the logged values."""
     trainer = _make_trainer(cli, run)
     trainer.callbacks += callbacks
     run_stage = trainer.test if stage == "test" else trainer.validate
@@ -159,7 +160,7 @@ def evaluate(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context that silences Lightning's logs and warnings, and limits this package's log to warnings."""
+    """Context without Lightning's logs and warnings. This package logs only warnings."""
     quiet_levels = {
         "lightning.pytorch": logging.ERROR,
         "lightning.fabric": logging.ERROR,

@@ -1,4 +1,4 @@
-"""Data sets for experiments, read from local files or generated, and a report on the clients' data."""
+"""Data sets for experiments, and a report on the clients' data."""
 
 from lightning_fed.datasets.camvid import CamVid as CamVid
 from lightning_fed.datasets.cifar10 import CIFAR10 as CIFAR10

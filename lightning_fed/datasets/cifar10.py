@@ -18,8 +18,8 @@ from lightning_fed.datasets.torchvision_images import TorchvisionImages
 class CIFAR10(TorchvisionImages):
     """CIFAR-10: 50,000 training and 10,000 test images, 32 x 32 RGB, 10 classes with equal sizes.
 
-    The arguments are those in `TorchvisionImages`; `augment` mirrors images and shifts by up to 4 pixels. The first
-    file or folder found under `data_dir` is read:
+    For the arguments see `TorchvisionImages`. `augment` mirrors images and shifts by up to 4 pixels. The first file or
+    folder found under `data_dir` is read:
 
     - `cifar10/cifar10_{train,test}_jpeg.npz`, or the same files directly in `data_dir`. Arrays: `data`, all JPEG files
       concatenated (uint8), with file i at `data[offsets[i]:offsets[i + 1]]`; `offsets`; and `labels` (0..9).

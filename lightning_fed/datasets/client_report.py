@@ -1,4 +1,4 @@
-"""Reports on the clients before training: amount of data, classes, and appearance of images."""
+"""Reports on the clients' data before training."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class ClientSummary:
     Args:
         client: The client's name or number.
         num_examples: Number of examples.
-        counts: Pixels (or examples) per class, shape ``(classes,)``, int64. Empty without classes.
-        num_ignored: Pixels (or examples) without a class.
+        counts: Examples per class, shape ``(classes,)``; for masks, pixels per class. Empty without classes.
+        num_ignored: Examples without a class; for masks, pixels.
         brightness: Mean over images and channels; NaN if inputs are not images.
         contrast: Standard deviation over pixels, averaged over images and channels.
         sharpness: Mean absolute difference between neighbouring pixels, divided by ``contrast``.
-        distance: Total variation distance between the class shares of the client and of all clients, from 0 to 1.
+        distance: Total variation distance between the class shares of this client and all clients, from 0 to 1.
         images: The client's first images, each with shape ``(C, H, W)``.
     """
 
@@ -88,10 +88,7 @@ class ClientReport:
         return text
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
-        """Draws one row per client, with the first images and the class shares, in any file format of matplotlib.
-
-        Without labels, bars show the numbers of examples instead of the shares.
-        """
+        """Draws each client's first images and class shares. Without labels, bars show the numbers of examples."""
         widths = [1.9 + 1.1 * _PICTURES] if any(summary.images for summary in self.clients) else []
         widths += [2.2 + 0.35 * max(5, self.num_classes)]
         figure = new_figure((sum(widths), 1.2 + 1.1 * len(self.clients)))
@@ -137,7 +134,7 @@ def report_partition(
     class_names: Sequence[str] = (),
     ignore_index: int | None = 255,
 ) -> ClientReport:
-    """Reports each client's data for a partition of a data set, like :func:`report_clients` for a population."""
+    """Summarises the data of each client in a partition of a data set. See :func:`report_clients`."""
     indices = partition.split(dataset, seed)
     parts = client_subsets(dataset, indices, partial(partition.transform, seed=seed))  # type: ignore[arg-type]
     population = DatasetClients(ClientSource(parts), batch_size=32, shuffle=False)
@@ -150,10 +147,10 @@ def report_clients(
     class_names: Sequence[str] = (),
     ignore_index: int | None = 255,
 ) -> ClientReport:
-    """Reads every client's training data once and summarises the data.
+    """Summarises the training data of every client, in one pass.
 
-    Training data include client transforms and random augmentation. Global random generators are restored. Targets are
-    labels, shape ``(N,)``, class masks ``(N, H, W)``, or one binary mask per class, ``(N, classes, H, W)``.
+    Targets are labels, shape ``(N,)``, class masks ``(N, H, W)``, or one binary mask per class,
+    ``(N, classes, H, W)``.
 
     Args:
         population: The clients.

@@ -27,9 +27,9 @@ class FEMNIST(FileDataModule):
     `images` (N, 28, 28) uint8, black on white; `label` (0..9 digits, 10..35 capital, 36..61 small letters); `writer`,
     an index into `writer_names`; `split` (0 training, 1 test with the same writers, 2 test with new writers).
 
-    There is no validation split: a random share `val_fraction` of every writer's training samples, rounded down, is
-    held out for validation. The data sets' `groups` are the writers' names. Source: S. Caldas et al., "LEAF: A
-    Benchmark for Federated Settings", arXiv:1812.01097; NIST Special Database 19.
+    A random part of every writer's training samples is held out for validation. The data sets' `groups` are the
+    writers' names. Source: S. Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097; NIST Special
+    Database 19.
 
     Args:
         data_dir: Folder that contains the file, or the file itself.

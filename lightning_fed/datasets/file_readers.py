@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str) -> Path:
-    """Finds the first candidate in the folder ``data_dir``, or returns ``data_dir`` if this is a candidate file."""
+    """Finds a data set's file: the first existing candidate in ``data_dir``, or ``data_dir`` itself."""
     root = Path(data_dir)
     if root.is_file() and root.name in {Path(candidate).name for candidate in candidates}:
         return root
@@ -25,7 +25,7 @@ def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str
 
 
 def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Reads arrays from an npz file, without unpickling. For a missing array, the error lists the existing arrays."""
+    """Reads arrays from an npz file, without unpickling."""
     with np.load(path, allow_pickle=False) as archive:
         missing = sorted(set(names) - set(archive.files))
         if missing:
@@ -34,9 +34,9 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
 
 
 def decode_images(sources: Iterable[bytes | Path], image_size: tuple[int, int] | None = None) -> Tensor:
-    """Decodes image files (contents or paths) to RGB, uint8, shape (N, 3, H, W).
+    """Decodes images from bytes or paths to RGB, uint8, shape (N, 3, H, W).
 
-    With `image_size` (height and width) images are resized: area averages when shrinking, otherwise bilinear.
+    Images are resized to the height and width in `image_size`, if given.
     """
     images = []
     for source in sources:
@@ -53,7 +53,7 @@ def decode_images(sources: Iterable[bytes | Path], image_size: tuple[int, int] |
 
 
 def resize_masks(masks: np.ndarray, image_size: tuple[int, int] | None) -> Tensor:
-    """Resizes label masks, uint8, shape (N, H, W), by nearest neighbour; None keeps the original size."""
+    """Resizes label masks, shape (N, H, W), by nearest neighbour. None keeps the original size."""
     if image_size is not None and len(masks):
         size, nearest = image_size[::-1], Image.Resampling.NEAREST
         masks = np.stack([np.asarray(Image.fromarray(mask).resize(size, nearest)) for mask in masks])
@@ -61,6 +61,6 @@ def resize_masks(masks: np.ndarray, image_size: tuple[int, int] | None) -> Tenso
 
 
 def split_bytes(content: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> Iterable[bytes]:
-    """Yields the files ``indices`` from a byte array: file i is `content[offsets[i]:offsets[i + 1]]`."""
+    """Yields files from a byte array. File i is `content[offsets[i]:offsets[i + 1]]`."""
     for index in indices:
         yield content[offsets[index] : offsets[index + 1]].tobytes()

@@ -18,7 +18,7 @@ from lightning_fed.datasets.torchvision_images import TorchvisionImages
 
 
 class _IdxImages(TorchvisionImages):
-    """Base class for images and labels in idx files in the folder ``<data set's name>/raw``, gzipped or unpacked."""
+    """Base class for data sets in idx files, in the folder ``<name>/raw``."""
 
     def find_files(self, split: Split) -> list[Path]:
         prefix = "t10k" if split == "test" else "train"
@@ -33,7 +33,7 @@ class _IdxImages(TorchvisionImages):
         images, labels = map(_read_idx, self.find_files(split))
         return labels, lambda chosen: images[torch.from_numpy(chosen)].unsqueeze(1)
 
-    def _augmentation(self) -> Augment:
+    def _augmentation(self) -> Augment:  # as in FedFusion's program
         from torchvision.transforms import v2  # slow to import, and needed only here
 
         change: Augment = v2.Compose([v2.RandomResizedCrop(28), v2.RandomHorizontalFlip()])
@@ -60,9 +60,10 @@ def _read_idx(path: Path) -> Tensor:
 class MNIST(_IdxImages):
     """Handwritten digits: 60,000 training and 10,000 test images, 28 x 28, white on black, 10 classes.
 
-    The arguments are the arguments of `TorchvisionImages`; `augment` takes a random crop and mirrors at random, as in
-    FedFusion's program. The files are `<data_dir>/MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte`, gzipped or
-    not. Source: Y. LeCun, C. Cortes and C. Burges, http://yann.lecun.com/exdb/mnist/.
+    For the arguments see `TorchvisionImages`. `augment` takes a random crop and mirrors at random. The files are
+    `<data_dir>/MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte`, gzipped or not.
+
+    Source: Y. LeCun, C. Cortes and C. Burges, http://yann.lecun.com/exdb/mnist/.
 
     Example:
         >>> data = MNIST("data", batch_size=20)

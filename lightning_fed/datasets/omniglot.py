@@ -1,4 +1,4 @@
-"""Omniglot: characters from 50 alphabets, each drawn by 20 people, from an npz file or torchvision's folders."""
+"""Omniglot: handwritten characters from 50 alphabets."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _INSTRUCTIONS = (
 
 
 class Omniglot(FileDataModule):
-    """Characters, 28 x 28 images, white on black: many classes with few images per class.
+    """Handwritten characters, 28 x 28, white on black: many classes with few images per class.
 
-    The background set contains 964 characters from 30 alphabets. Each character is a class. Each alphabet was drawn by
-    20 people, with one image per person and character. The images are split by person, so every class is in all three
-    splits. The evaluation set has 659 characters from 20 other alphabets, classes 964 to 1622, and is not used for
-    training: :meth:`retrieval_dataloader` returns these images, for retrieval by embeddings.
+    Omniglot's background set has 964 characters from 30 alphabets, and each character is a class. 20 people drew each
+    character once. The images are split by person, so every class is in all three splits. Omniglot's evaluation set
+    has 659 characters from 20 other alphabets, the classes 964 to 1622. :meth:`retrieval_dataloader` returns these
+    images, to evaluate retrieval by embeddings.
 
     The first file or folder found under `data_dir` is read:
 
@@ -119,7 +119,10 @@ class Omniglot(FileDataModule):
                 datasets.Omniglot(str(self.data_dir), background=is_background, download=True)
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads one split of the background set; `groups` has client names such as `"Greek/07"` or `"Greek"`."""
+        """Reads one split of the background set, the 30 alphabets for training.
+
+        The data set's `groups` name the client of each sample: `"Greek/07"` (alphabet and person) or `"Greek"`.
+        """
         first_val, first_test = _DRAWERS - self.val_drawers - self.test_drawers + 1, _DRAWERS - self.test_drawers + 1
         drawings = self._read(is_background=True)
         splits = np.digitize(drawings.drawers, [first_val, first_test])
@@ -127,14 +130,14 @@ class Omniglot(FileDataModule):
 
     @property
     def retrieval_dataset(self) -> ArrayDataset:
-        """All images of the evaluation set, read at first use."""
+        """Images of the evaluation set, with 20 alphabets not used in training."""
         if self._retrieval is None:
             drawings = self._read(is_background=False)
             self._retrieval = self._dataset_of(drawings, np.arange(len(drawings.labels)))
         return self._retrieval
 
     def retrieval_dataloader(self) -> DataLoader[Any]:
-        """Creates a loader for the evaluation set, for ``trainer.test(model, data.retrieval_dataloader())``."""
+        """Returns a dataloader of the evaluation set, to pass to ``trainer.test``."""
         return self._loader(self.retrieval_dataset, self.eval_batch_size)
 
     def _dataset_of(self, drawings: _Drawings, chosen: np.ndarray) -> ArrayDataset:
@@ -171,7 +174,7 @@ class Omniglot(FileDataModule):
 
 
 class _Drawings(NamedTuple):
-    """Class and drawer of each image. ``images_of`` maps n image indices to images ``(n, 1, 28, 28)``, uint8."""
+    """Class and drawer of each image. ``images_of`` reads the images at given indices, shape (n, 1, 28, 28)."""
 
     labels: np.ndarray
     drawers: np.ndarray
@@ -179,7 +182,7 @@ class _Drawings(NamedTuple):
 
 
 def _read_folders(root: Path, names: Sequence[str], first_label: int) -> _Drawings:
-    """Reads the files `<alphabet>/character<number>/<any>_<drawer>.png`, 105 x 105 pixels, black on white."""
+    """Reads torchvision's image files, with names `<alphabet>/character<number>/<any>_<drawer>.png`."""
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(names, start=first_label):

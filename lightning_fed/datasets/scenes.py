@@ -1,4 +1,4 @@
-"""Renders scenes with simple shapes, from back to front. Lengths are fractions of the image's side."""
+"""Renders scenes with simple shapes. Lengths are fractions of the image's side."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _USUAL_TEXTURE = 0.9  # probability that a shape has the texture of its class
 
 
 def render_scene(rng: np.random.Generator, image_size: int, dominant: float) -> tuple[np.ndarray, np.ndarray]:
-    """Draws a scene for `ShapesDataset`: an image, uint8, shape (3, H, W), and a mask, uint8, shape (H, W).
+    """Draws a scene for `ShapesDataset`. Returns an image (3, H, W) and a mask (H, W), both uint8.
 
-    In the mask 0 is background, and `SHAPES` start at 1. Each further shape has the class of the first shape with
-    probability ``dominant``, or else a random class.
+    In the mask, 0 is background and `SHAPES` start at 1. Each further shape has the class of the first shape with
+    probability ``dominant``, otherwise a random class.
     """
     # One scene at a time: the arrays fit the cache, and a scene cannot depend on other scenes in a batch.
     axis = (np.arange(image_size) + 0.5) / image_size

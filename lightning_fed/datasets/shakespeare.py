@@ -1,4 +1,4 @@
-"""Data module for next-character prediction on Shakespeare's plays, with speaking roles as clients."""
+"""Next-character prediction on Shakespeare's plays, with speaking roles as clients."""
 
 from __future__ import annotations
 
@@ -37,12 +37,10 @@ class Shakespeare(FederatedDataModule):
       `speeches`, a list of `[index of the role, text]` in the order of the plays.
     - `shakespeare/tinyshakespeare.txt`: blocks separated by empty lines, each with `ROLE:` as first line.
 
-    Both files may also be directly in `data_dir`. Without `data_dir`, text is generated for 12 roles with thousands of
-    characters each: all roles share transition probabilities between words, and every role prefers some words.
+    Both files may also be directly in `data_dir`. Without `data_dir`, random text is generated for 12 roles.
 
-    A role's text is the sequence of speeches joined by line breaks. Every window with `seq_length` characters and a
-    next character is a sample. The first samples are for training and the last for validation, as in the LEAF
-    benchmark. Samples between both parts, whose windows overlap training windows, are dropped.
+    A role's text consists of the role's speeches, joined by line breaks. The first samples are for training and the
+    last for validation, as in the LEAF benchmark. Samples between both parts are dropped.
 
     FedMA's setting is ``Shakespeare(data_dir, min_samples=10_000, max_clients=66)``, with LEAF's edition. Source: S.
     Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097; H. Wang et al., "Federated Learning
@@ -50,14 +48,14 @@ class Shakespeare(FederatedDataModule):
 
     Args:
         data_dir: Folder that contains the file, or the file itself; if None, generated text.
-        min_samples: Minimum number of samples per client, counted with `stride` 1; shorter roles are skipped.
-        max_clients: Maximum number of clients: the first roles in the file. If None, all roles.
+        min_samples: Minimum number of samples per client with `stride` 1. Roles with fewer samples are skipped.
+        max_clients: Maximum number of clients. The first roles in the file are used.
         seq_length: Characters per window.
         stride: Number of characters between window starts; a larger stride gives fewer samples with less overlap.
         every_step: Whether the target is the next character at every position in a window, or only at the last
             position.
-        vocabulary: `"leaf"` for LEAF's 80 characters (all others are replaced by spaces), or `"text"` for all
-            characters in the file.
+        vocabulary: `"leaf"` for LEAF's 80 characters, with spaces for all others. `"text"` for all characters in the
+            file.
         val_fraction: Fraction of a role's samples for validation, taken from the end of the text; in (0, 1).
         batch_size: Windows per training batch.
         eval_batch_size: Windows per validation batch; None means `batch_size`.
@@ -140,7 +138,7 @@ class Shakespeare(FederatedDataModule):
 
     @property
     def vocabulary(self) -> str:
-        """String with all characters, in the order of the integer codes. With `vocabulary="text"`, reads the file."""
+        """String with all characters, in the order of the integer codes."""
         if not self._vocabulary:
             self.setup()
         return self._vocabulary
@@ -150,7 +148,7 @@ class Shakespeare(FederatedDataModule):
         return len(self.vocabulary)
 
     def encode(self, text: str) -> Tensor:
-        """Encodes a text as codes, int64, shape ``(length,)``. Characters outside the vocabulary become spaces."""
+        """Converts a text to integer codes, shape ``(length,)``. Unknown characters become spaces."""
         return encode_text(text, self.vocabulary)
 
     def decode(self, codes: Tensor) -> str:

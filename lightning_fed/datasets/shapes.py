@@ -1,4 +1,4 @@
-"""Generated scenes with simple shapes: a segmentation and classification data set without files."""
+"""Generated scenes with simple shapes, for segmentation or classification."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ _MEAN, _STD = 0.47, 0.22
 
 
 class ShapesDataset(ArrayDataset):
-    """Scenes with two to four shapes from five classes on a dull background, rendered in the constructor.
+    """Scenes with two to four shapes from five classes.
 
-    A scene is a pure function of (seed, split, index) and the options. A shape's class determines the outline and, with
-    probability 0.9, the texture: plain for discs, rows for squares, columns for triangles, checkers for rings, and
-    slanted stripes for crosses. Otherwise the texture is random. Colours and areas do not depend on the class. Shapes
-    are rotated by up to 20 degrees, and may overlap. Vivid strokes and specks behind the shapes are background.
-    Brightness decreases across the scene, and noise is added.
+    A shape's class determines the outline, and with probability 0.9 the texture. Colours and areas do not depend on the
+    class. The background has strokes and specks, and noise is added.
 
-    Each scene has a dominant class. The first and largest shape has this class. Every other shape has this class with
-    probability `dominant`, or else a uniformly drawn class. Mask values are 0 background, 1 disc, 2 square, 3 triangle,
-    4 ring, 5 cross. The label for classification is the shape class with the most visible pixels, from 0 disc to 4
-    cross.
+    Each scene has a dominant class. The largest shape has this class. Every other shape has this class with probability
+    `dominant`, otherwise a random class. Mask values are 0 background, 1 disc, 2 square, 3 triangle, 4 ring, 5 cross.
+    For classification, the label is the shape class with the most visible pixels, from 0 disc to 4 cross.
 
     Args:
         num_samples: Number of scenes.
@@ -71,18 +67,18 @@ class ShapesDataset(ArrayDataset):
 
 
 class Shapes(ArrayDataModule):
-    """Generated scenes with discs, squares, triangles, rings and crosses (see `ShapesDataset`), without files.
+    """Datamodule with generated scenes of discs, squares, triangles, rings and crosses.
 
-    The scenes are rendered in `setup`, 1,000 scenes with 64 x 64 pixels in 1 to 2 seconds. For segmentation there are 6
-    classes, background and the five shapes; for classification 5 classes. With `dominant` near 1 almost every scene
-    contains a single class, so the clients of a Dirichlet partition have very different masks.
+    `ShapesDataset` describes the scenes. Segmentation has 6 classes, background and five shapes. Classification has 5
+    classes. With `dominant` near 1, almost every scene contains a single class, so the clients of a Dirichlet partition
+    have very different masks.
 
     Args:
         num_train: Number of training scenes.
         num_val: Number of validation scenes; 0 means no validation.
         num_test: Number of test scenes.
         image_size: Height and width in pixels, at least 16.
-        dominant: Skew of each scene towards one shape class, in [0, 1].
+        dominant: Probability that another shape has the scene's dominant class, in [0, 1].
         task: Whether the targets are masks (`"segmentation"`) or labels (`"classification"`).
         augment: Whether to mirror training scenes at random.
         batch_size: Scenes per training batch.

@@ -1,4 +1,4 @@
-"""FedProx's Synthetic(alpha, beta) data: clients' labelling models differ by ``alpha``, clients' inputs by ``beta``."""
+"""Datamodule for the synthetic data of the FedProx paper."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from lightning_fed.messages import Client
 
 
 class Synthetic(FederatedDataModule):
-    """Generated classification data from the FedProx paper: 60 features, 10 classes, clients with different sizes.
+    """Generated classification data from the FedProx paper, with 60 features and 10 classes.
 
-    The clients are 0, 1, ..., each with at least 50 examples and a separate linear model for the labels
-    (:func:`~lightning_fed.datasets.synthetic_clients`). The last `test_fraction` of every client's examples are for
-    testing, as in the paper; the last `val_fraction` of the remaining examples are for validation (at least one example
-    each). Source: T. Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, section 5.1.
+    The clients are 0, 1, ..., each with at least 50 examples. A separate linear model for each client generates the
+    labels, see :func:`~lightning_fed.datasets.synthetic_clients`. The last examples of every client are for testing, as
+    in the paper, and the examples before these are for validation.
+
+    Source: T. Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, section 5.1.
 
     Args:
-        alpha: Difference between the clients' models, at least 0.
-        beta: Difference between the clients' inputs, at least 0.
+        alpha: How much the clients' models for the labels differ, at least 0.
+        beta: How much the clients' inputs differ, at least 0.
         num_clients: Number of clients, at least 1.
-        val_fraction: Fraction for validation, among a client's examples outside the test data, in (0, 1).
+        val_fraction: Fraction for validation of the client's examples without the test data, in (0, 1).
         test_fraction: Fraction of a client's examples for testing, in (0, 1).
         batch_size: Examples per batch.
         seed: Seed for the data. Training uses another seed.

@@ -1,6 +1,8 @@
-"""Synthetic(alpha, beta): classification data with a controlled difference between the clients' models and inputs.
+"""Generates the classification data Synthetic(alpha, beta) of the FedProx paper.
 
-Construction: Shamir, Srebro and Zhang, "Communication-Efficient Distributed Optimization using an Approximate
+``alpha`` controls how much the clients' models for the labels differ, ``beta`` how much the inputs differ.
+
+Sources: Shamir, Srebro and Zhang, "Communication-Efficient Distributed Optimization using an Approximate
 Newton-type Method", ICML 2014; Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020.
 """
 
@@ -31,9 +33,8 @@ def synthetic_clients(
         x \sim \mathcal N(v_k, \mathrm{diag}(j^{-1.2})), \quad y = \arg\max\,(x W_k + b_k), \quad
         n_k = \lfloor s_k \rfloor + 50, \ \log s_k \sim \mathcal N(4, 2^2)
 
-    Client k's labels come from the linear model :math:`W_k, b_k`, and :math:`v_k` is the mean of the client's inputs.
-    ``alpha`` controls the difference between the clients' linear models, ``beta`` the difference between the inputs. As
-    in FedProx's program, both are standard deviations. A client's data depend only on the seed and the client.
+    Client k has :math:`n_k` inputs x with mean :math:`v_k`. The linear model :math:`W_k, b_k` gives the labels y. The
+    index j counts features, and c classes. A client's data depend only on the seed and the client.
 
     Args:
         alpha: Standard deviation of the clients' model means, at least 0.

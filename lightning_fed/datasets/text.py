@@ -1,4 +1,4 @@
-"""Reads or generates a play's text by role, and cuts the text into windows with the next character as target."""
+"""Text of a play's roles, read or generated, and windows of the text as samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MARKS = ",.;!?"
 
 
 def encode_text(text: str, vocabulary: str) -> Tensor:
-    """Encodes a text as the characters' positions in a vocabulary, int64. Unknown characters become spaces."""
+    """Converts characters to positions in the vocabulary. Unknown characters become spaces."""
     numbers = {character: number for number, character in enumerate(vocabulary)}
     codes = [numbers.get(character, numbers.get(" ", -1)) for character in text]
     if -1 in codes:
@@ -35,15 +35,15 @@ def encode_text(text: str, vocabulary: str) -> Tensor:
 
 
 def decode_text(codes: Tensor, vocabulary: str) -> str:
-    """Decodes codes (positions in the vocabulary), shape ``(length,)``, to text."""
+    """Converts positions in the vocabulary, shape ``(length,)``, to text."""
     return "".join(vocabulary[code] for code in codes.tolist())
 
 
 def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, every_step: bool) -> ArrayDataset:
-    """Cuts a text into windows, each with the next character as target, without copying the text.
+    """Cuts a text into N windows, each with the next character as target.
 
-    The N windows start at positions from ``first`` to ``end`` (exclusive, at most ``len(codes) - length``). Inputs have
-    shape ``(N, length)``, targets ``(N,)`` or, with ``every_step``, ``(N, length)``.
+    Windows start at positions from ``first`` to ``end``, exclusive. Inputs have shape ``(N, length)``, and targets
+    ``(N,)``. With ``every_step``, targets have shape ``(N, length)``.
     """
     text = codes[first : end + length]
     inputs, following = (characters.unfold(0, length, stride) for characters in (text[:-1], text[1:]))
@@ -51,10 +51,9 @@ def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, 
 
 
 def read_roles(path: Path) -> dict[str, str]:
-    """Reads the text of every speaking role from a file: the role's speeches, joined by line breaks.
+    """Reads the text of every speaking role from a file.
 
-    The file is either gzipped JSON with ``roles`` (a list of names) and ``speeches`` (a list of pairs: a role's index
-    and a text), or a text file with blocks separated by empty lines, each with ``ROLE:`` as first line.
+    :class:`~lightning_fed.datasets.Shakespeare` describes the two file formats.
     """
     speeches: dict[str, list[str]] = {}
     if path.name.endswith(".json.gz"):
@@ -78,7 +77,7 @@ def read_roles(path: Path) -> dict[str, str]:
 def make_roles(count: int, seed: int) -> dict[str, str]:
     """Generates random text for ``count`` speaking roles, with 1,500 to 4,500 characters each.
 
-    All roles share transition probabilities between words. A role's text depends on the seed and the role's number.
+    All roles share transition probabilities between words, and every role prefers some words.
     """
     words = _WORDS.split()
     transitions = np.random.default_rng([seed, 0]).dirichlet(np.full(len(words), 0.02), len(words)).cumsum(1)

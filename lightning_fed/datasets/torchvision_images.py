@@ -16,16 +16,16 @@ from lightning_fed.datasets.arrays import ArrayDataset
 
 
 class TorchvisionImages(FileDataModule):
-    """Abstract base class for images with classes in torchvision's format (`MNIST`, `FashionMNIST`, `CIFAR10`).
+    """Base class of `MNIST`, `FashionMNIST` and `CIFAR10`, in torchvision's file formats.
 
-    Files are only read. There is no validation split: `val_size` random training images are held out for validation.
+    `val_size` random training images are held out for validation.
 
     Args:
         data_dir: Folder that contains the data set's folder.
         download: Whether to download missing files into `data_dir` with torchvision (needs a network).
         val_size: Number of training images held out for validation; 0 trains on all images without validation.
-        augment: Whether to augment training images at random, before changes by a partition.
-        **options: `normalize`, and arguments for `ArrayDataModule`; `train_size=None` uses all except held-out images.
+        augment: Whether to augment training images at random.
+        **options: `normalize`, and arguments for `ArrayDataModule`.
     """
 
     _source: ClassVar[str]
@@ -46,11 +46,11 @@ class TorchvisionImages(FileDataModule):
 
     @abstractmethod
     def find_files(self, split: Split) -> list[Path]:
-        """Returns the paths of a split's image files, or the path of a folder with the files."""
+        """Returns the paths of the files for a split."""
 
     @abstractmethod
     def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:
-        """Returns the class index of each image, and a function from n image indices to images, shape (n, C, H, W)."""
+        """Returns the class of each image, and a function that reads the images at n indices, shape (n, C, H, W)."""
 
     def prepare_data(self) -> None:
         if not self.download:

@@ -1,4 +1,4 @@
-"""Maximum mean discrepancy between the features of two models, as a torchmetrics metric."""
+"""Maximum mean discrepancy between the features of two models, as a metric."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lightning_fed.metrics.pooled_samples import PooledSamples
 
 
 class MaximumMeanDiscrepancy(PooledSamples):
-    r"""Maximum mean discrepancy between a model's features and reference features (from a centrally trained model).
+    r"""Maximum mean discrepancy between a model's features and reference features.
 
-    See :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy` (the kernel and bandwidth are our choice).
-    All features are stored until :meth:`compute`, in the metric's dtype (float32 by default, see ``set_dtype``), and
-    gathered over processes. :meth:`update` is faster than ``forward``.
+    FedMargin uses features of a centrally trained model as reference. All features are stored until :meth:`compute`, in
+    the metric's dtype, and gathered over processes. :meth:`update` is faster than ``forward``. For the equations see
+    :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy`.
 
     Args:
         num_classes: Number of classes, to average discrepancies within each class; ``None`` to ignore classes.
         bandwidth: :math:`\sigma`: "median" (between reference samples), "pooled" (over all samples), or a number.
-        estimator: "biased" includes the kernel between a sample and itself, "unbiased" excludes this kernel.
+        estimator: "biased" includes the kernel between a sample and itself; "unbiased" excludes this kernel.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
@@ -99,7 +99,7 @@ class MaximumMeanDiscrepancy(PooledSamples):
         self.append(features=features, reference=reference)
 
     def compute(self) -> Tensor:
-        """Returns the discrepancy, or NaN if samples are missing, or if no class occurs in both sets."""
+        """Returns the discrepancy; NaN if samples or common classes are missing."""
         width = int(self.num_features)
         if width == 0:
             return torch.tensor(torch.nan, dtype=self.dtype, device=self.device)

@@ -1,4 +1,4 @@
-"""Mean entropy over all pixels, from class probabilities or features, as a torchmetrics metric."""
+"""Mean entropy over all pixels, from class probabilities or features, as a metric."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ Level = Literal["softmax", "feature"]
 class MeanEntropy(Float64Mean):
     """Mean entropy over all pixels, computed from class probabilities or features.
 
-    See :func:`~lightning_fed.metrics.functional.softmax_entropy` (low for a confident model) and
-    :func:`~lightning_fed.metrics.functional.feature_entropy` (high with many active channels).
+    The entropy of class probabilities is low for a confident model. The entropy of features is high with many active
+    channels. See :func:`~lightning_fed.metrics.functional.softmax_entropy` and
+    :func:`~lightning_fed.metrics.functional.feature_entropy`.
 
     Args:
         level: Kind of the values: ``"softmax"`` for logits, ``"feature"`` for features.

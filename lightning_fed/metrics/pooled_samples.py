@@ -1,4 +1,4 @@
-"""Base class of metrics that store all samples of an epoch."""
+"""Base class for metrics over all samples in an epoch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 class PooledSamples(Metric):
-    """Base class for metrics with storage for all vectors and labels, gathered over processes, in the metric's dtype.
+    """Base class for metrics over all vectors and labels in an epoch.
 
-    Vectors are flattened and labels become floats, because gathering needs an equal dtype and number of axes in all
-    processes, with or without data.
+    All values are stored in the metric's dtype, flattened, and gathered over processes.
     """
 
     is_differentiable = False
@@ -33,8 +32,8 @@ class PooledSamples(Metric):
             raise ValueError(f"Expected `{name}` of shape (n, {width}), but got {tuple(values.shape)}.")
 
     def append(self, **values: Tensor) -> None:
-        """Adds vectors, shape ``(n, d)``, or labels, shape ``(n,)``, to the metric state named like the keyword."""
-        for name, value in values.items():
+        """Appends vectors ``(n, d)`` or labels ``(n,)`` to the metric states with the keywords' names."""
+        for name, value in values.items():  # gathering needs an equal dtype and number of axes in all processes
             getattr(self, name).append(value.detach().to(self.dtype).flatten())
             if value.ndim == 2:
                 self.num_features = torch.full_like(self.num_features, value.shape[1])

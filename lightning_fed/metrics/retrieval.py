@@ -13,14 +13,14 @@ from lightning_fed.metrics.pooled_samples import PooledSamples
 
 
 class MeanAveragePrecisionAtR(PooledSamples):
-    r"""MAP@R for the embeddings of labelled images, with each image as a query among all other images.
+    r"""Mean average precision among each image's R nearest neighbours (MAP@R).
 
     .. math:: \mathrm{MAP@R} = \frac{1}{Q} \sum_q \frac{1}{R} \sum_{i=1}^{R} \mathrm{rel}_i
         \frac{\sum_{j \le i} \mathrm{rel}_j}{i}
 
-    See :func:`~lightning_fed.metrics.functional.mean_average_precision_at_r` (FedSS, equation 9). Test classes may
-    differ from training classes. All embeddings are stored until :meth:`compute`, in the metric's dtype (float32 by
-    default, see ``set_dtype``), and gathered over processes. :meth:`update` is faster than ``forward``.
+    Each of the Q images is a query among all other images. :math:`\mathrm{rel}_i` is 1 if the i-th nearest image has
+    the same class, otherwise 0 (FedSS, equation 9). Test classes may differ from training classes. All embeddings are
+    stored until :meth:`compute`, in the metric's dtype. :meth:`update` is faster than ``forward``.
 
     Args:
         r: Number R of neighbours, equal for all images; "relevant" for the number of other images in the same class.
@@ -66,7 +66,7 @@ class MeanAveragePrecisionAtR(PooledSamples):
         self.append(embeddings=embeddings, labels=labels_in_type)
 
     def compute(self) -> Tensor:
-        """Returns MAP@R; NaN without images, without a valid query, or if an embedding is not finite."""
+        """Returns MAP@R, or NaN without a valid query or with infinite or NaN embeddings."""
         width = int(self.num_features)
         if width == 0:
             return torch.tensor(torch.nan, dtype=self.dtype, device=self.device)

@@ -19,10 +19,10 @@ class SegmentationScores(Metric):
     .. math:: \mathrm{IoU}_c = \frac{|P_c \cap T_c|}{|P_c \cup T_c|}, \qquad
               \mathrm{Dice}_c = \frac{2 |P_c \cap T_c|}{|P_c| + |T_c|}
 
-    over the pixels in all batches. A class missing in truth and prediction has no score, and is excluded from the means
-    and the result. If all classes are missing (for example in healthy images without a false positive), the means are
-    omitted. If the ignored label is a class, this class has no score, but pixels predicted as this class count as
-    wrong.
+    :math:`P_c` are the pixels of all batches predicted as class c, and :math:`T_c` the pixels labelled as class c. A
+    class missing in truth and prediction has no score, and is excluded from the means. If all classes are missing, the
+    means are omitted. If the ignored label is a class, this class has no score, but pixels predicted as this class
+    count as wrong.
 
     Args:
         num_classes: Number of classes (labels for ``"multilabel"``; 1 for ``"binary"``).

@@ -1,4 +1,4 @@
-"""FedSeg's loss for clients that label only some classes. An unlabelled pixel may belong to any other class.
+"""FedSeg's loss for clients that label only some classes.
 
 Miao, Yang, Fan & Yang, "FedSeg: Class-Heterogeneous Federated Learning for Semantic Segmentation", CVPR 2023, the
 modified cross-entropy; https://github.com/lightas/FedSeg. The paper's contrastive loss is not included.
@@ -24,11 +24,10 @@ def absent_class_loss(
     .. math:: \ell = - \frac{1}{|P|} \Bigl( \sum_{x \in P,\, y_x \in C} \log p_{y_x}(x)
         + \sum_{x \in P,\, y_x \notin C} \log \sum_{c \notin C} p_c(x) \Bigr)
 
-    :math:`C` are the client's labelled classes. If clients label different classes, one client's foreground is another
-    client's background. With plain cross-entropy, each client either trains unlabelled pixels as its background or
-    ignores these pixels. This loss only requires that the pixel belongs to none of the client's classes. If all classes
-    are labelled, unlabelled pixels are skipped. The result is the mean over valid pixels, at least float32, or 0 if no
-    pixel is valid. Reference: Miao et al., CVPR 2023, the loss for foreground-background inconsistency.
+    :math:`P` are the valid pixels, :math:`y_x` is the target at pixel x, :math:`p_c(x)` the probability of class c, and
+    :math:`C` are the client's labelled classes. The loss only requires that an unlabelled pixel belongs to none of the
+    client's classes. If all classes are labelled, unlabelled pixels are skipped. The result is at least float32, and 0
+    if no pixel is valid. Reference: Miao et al., CVPR 2023, the loss for foreground-background inconsistency.
 
     Args:
         logits: Shape ``(N, num_classes, *size)``.

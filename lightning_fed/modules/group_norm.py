@@ -1,4 +1,4 @@
-"""Replaces BatchNorm by GroupNorm: normalisation without statistics shared between clients.
+"""Replaces BatchNorm layers by GroupNorm layers, which have no running statistics.
 
 Wu and He, "Group Normalization", ECCV 2018; Hsieh et al., "The Non-IID Data Quagmire of Decentralized Machine
 Learning", ICML 2020 (GroupNorm instead of BatchNorm under label skew).
@@ -26,24 +26,19 @@ _BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.Sy
 def to_group_norm(model: nn.Module, num_groups: int = 32) -> nn.Module:
     r"""Replaces all batch normalisations in a model by group normalisations, in place. Returns the model.
 
-    BatchNorm computes :math:`y = \gamma (x - \mu_c) / \sqrt{\sigma_c^2 + \epsilon} + \beta` with
-    :math:`\mu_c, \sigma_c` for channel c over the batch in training, and running averages in evaluation. Clients with
-    different data have different :math:`\mu_c, \sigma_c`, so the average does not fit any client. GroupNorm uses the
-    mean and variance over a channel group in *one* example, so training and evaluation agree, and only weights are
-    averaged.
+    BatchNorm uses the mean and variance over the batch in training, and running averages in evaluation. If clients have
+    different data, the averaged statistics do not fit any client. GroupNorm uses the mean and variance over a group of
+    channels in *one* example, so training and evaluation agree, and only weights are averaged.
 
-    Unchanged: :math:`\gamma` and :math:`\beta` (the same `Parameter` objects), :math:`\epsilon`, training mode, weight
-    names, and sharing (a shared layer remains one layer).
-
-    Lost: ``running_mean``, ``running_var`` and ``num_batches_tracked`` (three state entries per layer). A trained or
-    pretrained model computes a different function afterwards, and needs fine-tuning. Hooks on the old layers are lost.
+    The `Parameter` objects, names, ``eps``, training mode and shared layers stay the same. Running statistics and hooks
+    on the old layers are lost. A pretrained model computes a different function afterwards, and needs fine-tuning.
     Layers without batch statistics (frozen BatchNorm, InstanceNorm, LayerNorm) are not changed.
 
     Args:
         model: Any module. For a batch normalisation the result is the new layer.
-        num_groups: Maximum number of groups per layer: a layer with C channels gets the largest divisor of C up to this
-            number, and `torch.nn.BatchNorm1d` at most C / 16 groups (below 32 channels: one group). A layer with a
-            one-pixel input (global pooling) needs several channels per group.
+        num_groups: Maximum number of groups per layer. A layer with C channels gets the largest divisor of C up to this
+            number. `torch.nn.BatchNorm1d` gets at most C / 16 groups. A layer with a one-pixel input (global pooling)
+            needs several channels per group.
 
     Raises:
         TypeError: If a layer is not initialised (`torch.nn.LazyBatchNorm2d`), or is a subclass with a custom

@@ -1,4 +1,4 @@
-"""Partition that gives each client's images a different appearance: contrast, colour, blur, noise or polarity."""
+"""Partition that gives each client's images a different appearance."""
 
 from __future__ import annotations
 

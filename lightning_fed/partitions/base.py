@@ -1,4 +1,4 @@
-"""Base classes: for partitions with numbers as client names, and for partitions with a change to each sample."""
+"""Base classes for partitions into clients 0, 1, ..., and for partitions with a different transform per client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class PartitionOfPartition(Partition):
-    """Base class: splits data like ``partition``, and changes each sample. Subclasses implement :meth:`change`."""
+    """Splits data like ``partition``, and changes each client's samples. Subclasses implement :meth:`change`."""
 
     def __init__(self, partition: Partition, seed: int | None = None) -> None:
         if not isinstance(partition, Partition):
@@ -31,7 +31,7 @@ class PartitionOfPartition(Partition):
 
     @abc.abstractmethod
     def change(self, client: Client, seed: int) -> Callable[[Any], Any]:
-        """Returns a function that changes a single sample of ``client``. The function must be picklable."""
+        """Returns a picklable function that changes one sample of ``client``."""
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
         return self.partition.split(dataset, seed)
@@ -46,7 +46,7 @@ def _change_twice(first: Callable[[Any], Any], second: Callable[[Any], Any], sam
 
 
 def change_input(sample: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Applies ``change`` to a sample's input: a tuple's first element, the entry ``"image"``, or the sample itself."""
+    """Applies ``change`` to a sample's input, for example the first element of a tuple."""
 
     def changed(image: Any) -> Tensor:
         if not isinstance(image, Tensor) or image.ndim == 0:

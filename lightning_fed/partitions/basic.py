@@ -61,13 +61,14 @@ class IID(NumberedPartition):
 
 @final
 class QuantitySkew(NumberedPartition):
-    r"""Random shares of :math:`N` samples with unequal sizes, for :math:`K` clients.
+    r"""Splits the samples at random into parts of unequal sizes.
+
+    The shares :math:`p` of the :math:`K` clients follow a Dirichlet distribution, or are proportional to log-normal
+    numbers :math:`s_k`. The :math:`N` shuffled samples are cut at the cumulative shares:
 
     .. math:: p \sim \mathrm{Dir}(\beta 1_K) \quad \text{or} \quad
         p_k \propto s_k,\ \log s_k \sim \mathcal N(0, \sigma^2); \qquad
         \text{cut at } \lfloor N \textstyle\sum_{j \le k} p_j \rfloor
-
-    (The mean of :math:`\log s_k` cancels.)
 
     Args:
         num_clients: Number of clients, at least 1.
@@ -76,7 +77,7 @@ class QuantitySkew(NumberedPartition):
             in the FedProx data).
         sigma: Standard deviation of the log-sizes for ``"lognormal"``, at least 0.
         min_size: Minimum number of samples per client: the sizes are drawn again until all clients reach this number.
-            If ``None``, the first reachable number among 10, 5, 2 and 1.
+            ``None`` means 10, or after 1000 failed draws 5, then 2, then 1.
         seed: Seed for the split; if ``None``, the federation's seed.
 
     Example:
@@ -135,7 +136,7 @@ class QuantitySkew(NumberedPartition):
 
 @final
 class PermutedPixels(PartitionOfPartition):
-    """User-specific input skew: adds a separate pixel permutation for every client to another partition.
+    """Splits data like another partition, and permutes each client's pixels differently.
 
     A datamodule's validation data are not permuted, so scores on these data do not measure the clients' performance.
     Use :class:`~lightning_fed.data.PartitionedData` to hold out permuted examples, or :meth:`transform` for a client's
@@ -168,7 +169,7 @@ class PermutedPixels(PartitionOfPartition):
 
 @final
 class ByGroup(Partition):
-    """Natural clients: every writer, speaker, video or hospital is a named client.
+    """Makes each group of samples a client, for example each writer, speaker or hospital.
 
     Args:
         group: Name of a data set attribute with the group of each sample, the groups themselves, or a function from a

@@ -68,21 +68,21 @@ class LabelPartition(NumberedPartition):
 class Dirichlet(LabelPartition):
     r"""Label skew from a Dirichlet distribution, in both published definitions.
 
-    ``definition="per_class"`` ("label-dir") splits each class (:math:`N_c` samples) over :math:`K` clients; client
-    sizes vary:
+    ``definition="per_class"`` ("label-dir") splits each class (:math:`N_c` samples) over :math:`K` clients with
+    shares :math:`p_c`. Client sizes vary.
 
     .. math:: p_c \sim \mathrm{Dir}(\alpha 1_K), \qquad
         \text{client } k \text{ gets samples } \lfloor N_c \textstyle\sum_{j<k} p_{cj} \rfloor \text{ to }
         \lfloor N_c \sum_{j \le k} p_{cj} \rfloor \text{ of the shuffled class } c
 
-    ``definition="per_client"`` splits :math:`N` samples evenly, with class probabilities for each client:
+    ``definition="per_client"`` splits :math:`N` samples evenly. Client k has class probabilities :math:`q_k`:
 
     .. math:: q_k \sim \mathrm{Dir}(\alpha \pi), \qquad
         \lfloor N / K \rfloor \text{ times: class} \sim q_k \text{, an unused sample of that class}
 
-    The prior :math:`\pi` over the classes sums to 1, and the concentrations sum to ``alpha``, as in the paper, so the
-    same ``alpha`` gives a stronger skew than ``"per_class"``. If a class is exhausted, its probability is set to 0, or
-    :math:`q_k` is drawn again over the remaining classes. The last :math:`N \bmod K` samples are not assigned.
+    The prior :math:`\pi` over the classes sums to 1. The same ``alpha`` gives a stronger skew than ``"per_class"``. If
+    no sample of a class remains, its probability is set to 0, or :math:`q_k` is drawn again over the remaining classes.
+    The last :math:`N \bmod K` samples are not assigned.
 
     Args:
         num_clients: Number of clients, at least 1.
@@ -90,7 +90,7 @@ class Dirichlet(LabelPartition):
             allows 0, which gives every client one class (if possible, a class with enough samples).
         definition: ``"per_class"`` or ``"per_client"``.
         min_size: For ``"per_class"``: minimum number of samples per client. The proportions are drawn again until all
-            clients reach this number. If ``None``, the first reachable number among 10, 5, 2 and 1.
+            clients reach this number. ``None`` means 10, or after 1000 failed draws 5, then 2, then 1.
         balance: For ``"per_class"``: whether a client with :math:`N / K` samples receives no further classes, as in
             NIID-Bench's code.
         label_fn: Function from a sample to a label, used instead of the data set's targets.
@@ -184,7 +184,7 @@ class Dirichlet(LabelPartition):
 
 @final
 class Shards(LabelPartition):
-    r"""Pathological label skew: samples sorted by label are cut into equal shards, and clients get random shards.
+    r"""Cuts the samples, sorted by label, into equal shards, and gives each client random shards.
 
     For :math:`K` clients with :math:`z` shards per client, each of the :math:`K z` shards has
     :math:`\lfloor N / (K z) \rfloor` samples; fewer than :math:`K z` samples at the end are not assigned. A shard may
@@ -243,7 +243,7 @@ class Shards(LabelPartition):
 
 @final
 class LabelsPerClient(LabelPartition):
-    r"""Gives every client the same number of labels. All clients with a label share the samples with this label.
+    r"""Gives every client the same number of labels. The clients with a label share its samples.
 
     Equal shares differ by at most one sample. If a label has more clients than samples, the last clients get no samples
     of this label. With ``sigma`` each client with a label gets ``min_per_label`` samples, and a share of the remaining

@@ -33,7 +33,7 @@ def is_whole(sampler: Any, dataset: Any) -> bool:
 
 
 def changed_methods(loader: DataLoader[Any]) -> set[str]:
-    """Names of the methods and attributes of ``DataLoader`` that a loader's class or the loader itself replaces."""
+    """Names of ``DataLoader`` methods and attributes that a loader or the loader's class overrides."""
     methods = {name for name, value in vars(DataLoader).items() if callable(value) or isinstance(value, property)}
     # Lightning wraps every `__init__` during `train_dataloader`, and saves the original under the second name.
     methods = (methods | {"__getattribute__"}) - {"__init__", "__old__init__"}

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def split_training_data(data: Any, partition: Partition, seed: int) -> Population:
-    """Splits training data (one loader, or several loaders read in parallel) into clients.
+    """Splits training data from one or several loaders into clients.
 
     For a partition with one client, the data may have any form supported by a plain Trainer.
 
@@ -162,7 +162,7 @@ def _loader_of(loader: DataLoader[Any], indices: np.ndarray) -> DataLoader[Any]:
 
 
 class _Batches(BatchSampler):
-    """Batch sampler that adds the last example to the previous batch, if the last batch would have a single example."""
+    """Batch sampler that adds a single last example to the previous batch."""
 
     def __len__(self) -> int:
         return count_batches(len(self.sampler), self.batch_size, self.drop_last)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Partitions with partially annotated clients, for example hospitals that annotate different organs."""
+"""Partition for clients that annotate only some classes, such as hospitals with different organs."""
 
 from __future__ import annotations
 

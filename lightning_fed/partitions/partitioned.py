@@ -1,4 +1,4 @@
-"""Split of any datamodule's training data into clients, with validation data for each client."""
+"""Splits any datamodule's training data into clients, with validation data for each client."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class PartitionedData(FederatedDataModule):
         return self._loader(self._pooled, shuffle=self.shuffle)
 
     def test_dataloader(self) -> Any:
-        """Chains the clients' test data, or without ``test_fraction`` returns the data of the wrapped datamodule."""
+        """Returns the clients' test data, or without ``test_fraction`` the test data of ``source``."""
         return super().test_dataloader() if self.test_fraction else self.source.test_dataloader()
 
     def _stage_of_source(self, stage: str) -> str:

@@ -1,4 +1,4 @@
-"""Functions on index and label arrays that assign samples to clients, used by several partitions."""
+"""Functions that assign samples to clients, used by several partitions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def generator_for(purpose: str, seed: int, *keys: int) -> np.random.Generator:
 def draw_dirichlet(
     rng: np.random.Generator, mean: npt.NDArray[np.float64], alpha: float, size: int
 ) -> npt.NDArray[np.float64]:
-    """Draws from Dir(alpha * mean), shape (size, categories). Alpha may also be 0 or infinity (limits)."""
+    """Draws from the Dirichlet distribution with parameters ``alpha * mean``, shape (size, categories)."""
     if alpha > _ALPHA_OF_MEAN:
         return np.tile(mean, (size, 1))
     if alpha < _ALPHA_OF_ONE:
@@ -101,7 +101,7 @@ def draw_until_large(
     skew: str,
     remedy: str,
 ) -> IndexArray:
-    """Draws sample counts per client by ``draw``, again until each client has at least ``min_size`` samples.
+    """Draws sample counts until each client has at least ``min_size`` samples.
 
     The counts have shape ``(clients,)`` or ``(clients, classes)``. With ``min_size=None``, the minimum is 10, and after
     1000 failed draws 5, then 2, then 1. If all draws fail, the error message contains ``skew`` and ``remedy``.

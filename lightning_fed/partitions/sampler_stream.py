@@ -29,8 +29,9 @@ _MOST_EMPTY = 100
 class SamplerStream:
     """Divides the indices drawn by a user's sampler among the clients.
 
-    A pass of the sampler depends only on ``seed``, the round, and the pass's index in the round, so all clients use the
-    same pass. A client's part consists of the client's examples, without empty batches. Stateful samplers are refused.
+    In each pass, the sampler draws indices once for all clients, with a seed for the round and pass. Each client keeps
+    the indices of the client's examples. Batches without such examples are skipped. A sampler that draws other indices
+    for the same seed is refused.
 
     Example:
         >>> from torch.utils.data import SubsetRandomSampler
@@ -63,10 +64,11 @@ class SamplerStream:
             )
 
     def part(self, client: Client, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the client's examples in a pass of the user's sampler, as two arrays of equal length.
+        """Returns the client's examples in one pass of the user's sampler.
 
-        The arrays contain positions in ``indices[client]``, and each example's batch index in a custom batch sampler.
-        ``number`` is the pass's index in the round; ``epoch``, the pass's index in the fit, goes to ``set_epoch``.
+        The first array contains positions in ``indices[client]``. The second array contains the batch index of each
+        example if the user has a custom batch sampler, otherwise zeros. ``number`` counts the passes in the round, and
+        ``epoch`` (for ``set_epoch``) the passes in the fit.
         """
         key = round, number, epoch
         if key not in self._passes:
@@ -98,8 +100,8 @@ class SamplerStream:
         name = type(self.sampler).__name__
         if self.batch_size is not None and len(drawn) > len(self.sampler):
             raise OptionError(
-                f"Expected {name} to draw at most {len(self.sampler)} batches or indices, its length, but a pass "
-                f"continues: correct `__len__`. {LOADERS_REMEDY}"
+                f"Expected {name} to return at most {len(self.sampler)} batches or indices in a pass, as stated by "
+                f"`__len__`, but got more: correct `__len__`. {LOADERS_REMEDY}"
             )
         batches = [[index] for index in drawn] if self.batch_size is not None else drawn
         try:
@@ -119,7 +121,7 @@ class SamplerStream:
 
 
 class SampledClients(DatasetClients):
-    """Clients of one data set with a custom sampler. ``draws`` assigns the indices from the sampler to the clients."""
+    """Clients with a common custom sampler. Each client trains on its own examples drawn by the sampler."""
 
     def __init__(self, draws: SamplerStream, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -29,13 +29,15 @@ Accountant = Literal["rdp", "pld"]
 
 @dataclass(frozen=True)
 class Budget:
-    r"""Privacy budget for rounds (protecting clients) or DP-SGD steps (protecting examples).
+    r"""Privacy budget: noise, sampling and delta, for computing epsilon.
 
-    With :class:`DPSGD`, read examples for clients, batches for cohorts (a round's clients), and steps for rounds. With
-    ``"poisson"`` sampling, each client is drawn independently, and neighboring populations differ by one additional
-    client. This client changes a sum of updates with norms up to C by at most C. The noise in the sum has standard
-    deviation :math:`z C`. With ``"fixed"`` sampling, neighboring populations differ by one replaced client. The sum
-    changes by up to 2 C, and the standard deviation is :math:`2 z C`.
+    The budget protects clients. With :class:`DPSGD` it protects examples: replace "client" by "example", "cohort" (the
+    clients of a round) by "batch", and "round" by "step". C is the maximum norm of an update.
+
+    - With ``"poisson"`` sampling, each client is drawn independently. One additional client changes the sum of updates
+      by at most C, and the noise in the sum has standard deviation :math:`z C`.
+    - With ``"fixed"`` sampling, a fixed number of clients is drawn. One replaced client changes the sum by at most 2 C,
+      and the standard deviation is :math:`2 z C`.
 
     Args:
         noise_multiplier: Noise multiplier :math:`z`.
@@ -93,7 +95,7 @@ def calibrate(
     sampling: Sampling = "poisson",
     accountant: Accountant = "rdp",
 ) -> Budget:
-    """Finds the smallest noise multiplier, from 0.05 to 10,000, with at most a given epsilon after all rounds.
+    """Finds the budget with the smallest noise multiplier (at least 0.05) for a given epsilon.
 
     Args:
         epsilon: Bound after all rounds.

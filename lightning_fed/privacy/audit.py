@@ -1,4 +1,4 @@
-"""Privacy audit: a lower bound for epsilon, from guesses if artificial clients (canaries) took part in the training.
+"""Privacy audit: computes a lower bound for epsilon with artificial clients (canaries).
 
 Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run", NeurIPS 2023. https://arxiv.org/abs/2305.08846
 """

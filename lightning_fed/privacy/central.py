@@ -53,43 +53,40 @@ class CentralDP(UpdateStep):
     r"""Central differential privacy: bounds the information that the model reveals about any single client.
 
     Clients clip their updates, and the server adds noise to the sum. The server is trusted and sees each client's
-    update; only the noised model and log values are protected.
+    update. Only the noised models of all rounds and the log values are protected.
 
     .. math:: w_{t+1} = w_t + \frac{1}{q N} \left( \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right) +
         \mathcal{N}(0, z_\Delta^2 C^2 I) \right)
 
-    :math:`q N` is the expected number of clients per round: all N clients have probability q. All clients
-    have equal weight. Without ``adaptive``, :math:`z_\Delta = z`. The norm is computed over all shared floating-point
-    entries. The server excludes updates whose norm exceeds C by more than rounding errors. Integer entries do not
-    change. ``sampling="fixed"`` needs more noise (:class:`Budget`).
+    :math:`u_i` is a client's update, with norm over all shared floating-point entries. Each of the N clients is drawn
+    with probability q. All clients have equal weight. :math:`z_\Delta` is the ``noise_multiplier`` z, or with
+    ``adaptive`` a larger number. The server excludes updates with a norm above C. Integer entries do not change.
 
-    With ``adaptive`` the clipping norm tracks a quantile :math:`\gamma` of the update norms:
+    With ``adaptive`` the clipping norm C follows the ``quantile`` :math:`\gamma` of the update norms:
 
     .. math:: C \leftarrow C \exp(-\eta_C (\tilde b - \gamma)), \qquad
         \tilde b = \frac{1}{2} + \frac{1}{q N} \left( \sum_i \left( [\lVert u_i \rVert \le C] - \frac{1}{2} \right) +
         \mathcal{N}(0, \sigma_b^2) \right), \qquad
         z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}
 
-    :math:`\sigma_b` is the class attribute ``count_noise`` times :math:`q N`.
+    :math:`\tilde b` is the fraction of unclipped updates plus noise. The bracket is 1 for an unclipped update, else 0.
+    :math:`\eta_C` is ``clip_rate``, and :math:`\sigma_b` the class attribute ``count_noise`` times :math:`q N`. Because
+    the fraction also reveals information, the sum has more noise, :math:`z_\Delta > z`.
 
-    The noise is a function of (key, round, entry). A round repeated after a crash has the same noise, because different
-    noise would be a second release. The bound also holds for observers of every round's global model. Useful bounds
-    need many clients: with all 12 of 12 clients in each of 50 rounds and :math:`z = 1`, epsilon is 44.4 at
-    :math:`\delta = 0.01`.
-
-    The rule must be ``fedavg``. Methods whose clients only send the model (``fedprox``, ``fedper``, ``fedrep``,
-    ``fedbn``) are supported, and so are update steps before this step in the list ``steps``, such as server optimizers.
+    Useful bounds need many clients: with all 12 of 12 clients in each of 50 rounds and :math:`z = 1`, epsilon is 44.4
+    at :math:`\delta = 0.01`. The rule must be ``fedavg``. Methods whose clients only send the model (``fedprox``,
+    ``fedper``, ``fedrep``, ``fedbn``) and update steps before this step, such as server optimizers, are supported.
 
     Args:
         clip: Clipping norm C over all shared parameters; with ``adaptive`` the initial norm.
-        delta: Probability :math:`\delta` that the privacy loss exceeds epsilon; must be less than one over the number
+        delta: Probability :math:`\delta` that the privacy loss exceeds epsilon; should be less than one over the number
             of clients.
         noise_multiplier: Noise multiplier z: standard deviation of the noise divided by the clipping norm.
         epsilon: Epsilon after all rounds, from which the noise is computed; alternative to ``noise_multiplier``.
         adaptive: Whether the clipping norm follows a quantile of the update norms (Andrew et al. 2021).
         max_epsilon: The fit stops before a round in which epsilon would exceed this value; if ``None``, ``epsilon``.
         sampling: ``"poisson"`` draws each client independently, with a much smaller epsilon and a random cohort size.
-            ``"fixed"`` draws a fixed number of clients.
+            ``"fixed"`` draws a fixed number of clients, and needs twice the noise (:class:`Budget`).
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
         quantile: With ``adaptive``: target fraction of unclipped updates.
         clip_rate: With ``adaptive``: learning rate of the clipping norm.
@@ -99,11 +96,10 @@ class CentralDP(UpdateStep):
             given, or if the method is not supported. In a fit, if clients would send values without noise.
 
     Note:
-        Logs ``privacy/epsilon`` and ``privacy/delta`` for all rounds so far, ``privacy/noise_std`` (of the sum, per
-        coordinate) and ``privacy/clip``; with ``adaptive`` also ``privacy/clipped_share``, computed from the noised
-        count. Client sampling and noise derive from a secret key in the checkpoints, so anyone with a checkpoint can
-        remove the noise. Noise is drawn as floating-point numbers, without protection against attacks on the lowest
-        bits (Mironov 2012).
+        Logs ``privacy/epsilon`` and ``privacy/delta`` for all rounds so far, ``privacy/noise_std`` (per coordinate of
+        the sum) and ``privacy/clip``. With ``adaptive``, also logs the noised ``privacy/clipped_share``. Anyone with a
+        checkpoint can remove the noise, because checkpoints contain the secret key. Noise is not protected against
+        attacks on the lowest bits of floating-point numbers (Mironov 2012).
 
     Example:
         >>> from lightning_fed import Federation
@@ -162,7 +158,7 @@ class CentralDP(UpdateStep):
         return secrets.randbits(128)
 
     def plan(self, population: int, cohort: int, rounds: int | None) -> Budget:
-        """Computes the privacy budget of ``rounds`` rounds with ``cohort`` (on average) of ``population`` clients."""
+        """Computes the privacy budget for ``rounds`` rounds with ``cohort`` of ``population`` clients."""
         resumed = None if self.budget is None else self.budget.noise_multiplier  # budget of a resumed fit
         return plan_budget(
             self.noise_multiplier if self.noise_multiplier is not None else resumed,
@@ -184,13 +180,13 @@ class CentralDP(UpdateStep):
 
     @property
     def sensitivity(self) -> float:
-        """Effect of a client on a sum of updates with norm 1: 1 if added (Poisson), 2 if replaced (``"fixed"``)."""
+        """Largest change of the sum by one client, in clipping norms: 1 if added (Poisson), 2 if replaced (fixed)."""
         assert self.budget is not None
         return 1.0 if self.budget.sampling == "poisson" else 2.0
 
     @property
     def step_noise(self) -> float:
-        """Noise multiplier for the sum; larger with ``adaptive``: the count of clipped updates also costs epsilon."""
+        """Noise multiplier for the sum. With ``adaptive`` larger, because the noised count also costs epsilon."""
         assert self.budget is not None
         z = self.budget.noise_multiplier
         if not self.adaptive:
@@ -260,11 +256,11 @@ class CentralDP(UpdateStep):
         return PrivateSum(self)
 
     def release(self, total: State, short_count: float) -> State:
-        """Computes the new model's entries from ``total``, the float64 sum of the clipped updates, by adding noise.
+        """Adds noise to ``total``, the sum of the clipped updates, and returns the new model's entries.
 
-        Without clients the result is the old model with noise. ``short_count`` is half the difference between the
-        counts of unclipped and clipped updates. With ``adaptive`` this count plus noise gives the fraction of
-        unclipped updates. If this fraction is above ``quantile``, the clipping norm shrinks, otherwise grows.
+        Without clients the result is the old model with noise. ``short_count`` is half the number of unclipped updates
+        minus half the number of clipped updates. With ``adaptive``, this number plus noise determines the next clipping
+        norm.
         """
         if self.budget is None or self.key is None:
             raise RuntimeError(
@@ -305,14 +301,15 @@ class CentralDP(UpdateStep):
         self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
 
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
-        """Draws float64 noise, seeded by key, round and parameter ``name`` (``""``: the count of clipped updates)."""
+        """Draws float64 noise for the entry ``name``. The empty name stands for the count of unclipped updates."""
         assert self.key is not None
+        # A round repeated after a crash has the same noise, because other noise would reveal more about the sum.
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
         stream = NormalStream([self.key, self.info.round, entry], shape.numel(), torch.float64)
         return stream.draw(shape).mul_(std)
 
     def measure(self, new: State, old: State) -> float:
-        """Writes ``new - old`` for all clipped parameters to the attribute ``vector``, float64. Returns the norm."""
+        """Writes ``new - old`` for all clipped parameters to ``self.vector``, float64, and returns the norm."""
         squares = [
             step.copy_(new[name]).sub_(old[name].to(step.device)).square().sum()
             for name, step in self.by_entry(self.vector).items()
@@ -320,7 +317,7 @@ class CentralDP(UpdateStep):
         return math.sqrt(sum(float(square) for square in squares))
 
     def by_entry(self, vector: Tensor) -> State:
-        """Splits ``vector`` (all clipped parameters, concatenated) into one view per parameter, in the same shape."""
+        """Splits a vector of all clipped parameters into one view per parameter, in the parameter's shape."""
         shapes = [self.state[name].shape for name in self.names]
         parts = torch.split(vector, [shape.numel() for shape in shapes])
         return {name: part.view(shape) for name, part, shape in zip(self.names, parts, shapes, strict=True)}
@@ -338,17 +335,18 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped update; a mean over n clients (secure sum) counts n times. Clips again, to undo rounding."""
+        """Adds a client's clipped update. A secure sum's mean over n clients counts n times."""
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(
-                f"the client sends the additional tensors {sorted(update.extras)} instead of {sorted(expected)}, but "
-                "these would be sent without noise"
+                f"the client sends the additional tensors {sorted(update.extras)} instead of {sorted(expected)}: "
+                "unexpected tensors would have no noise"
             )
         length = step.measure(update.state, sent)
         if not length <= self.longest:
             raise BadUpdate(f"the client's update has norm {length:g}, above clip={step.clip:g}")
-        factor = clip_factor(length, step.clip) * len(update.clients)  # ignores the weight that the client reports
+        # Clips again, because rounding can raise the norm. Ignores the weight that the client reports.
+        factor = clip_factor(length, step.clip) * len(update.clients)
         self._join(step.vector.mul_(factor))
         if step.adaptive:
             self.short_count += 0.5 if bool((update.extras[IS_SHORT] > 0).all()) else -0.5

@@ -56,7 +56,7 @@ _NOISE = 1
 
 @dataclass
 class _Account:
-    """A client's data for the privacy accountant: examples, batch size, noised steps, and steps in the last round."""
+    """One client's numbers for computing epsilon. ``last`` is the number of steps in the last round."""
 
     num_samples: int
     batch_size: int
@@ -75,7 +75,10 @@ class _Account:
         return _Account(self.num_samples, self.batch_size, steps, steps)
 
     def after(self, other: _Account) -> _Account:
-        """Adds a later account, ``other``. All steps count with the larger batch size and fewer examples: a bound."""
+        """Returns this account plus the steps of ``other``, a later account.
+
+        With different batch sizes or numbers of examples, epsilon of the result is an upper bound.
+        """
         return _Account(
             min(self.num_samples, other.num_samples),
             max(self.batch_size, other.batch_size),
@@ -87,8 +90,8 @@ class _Account:
 class DPSGD(RevertingCallback, FederatedCallback):
     r"""Differential privacy for every training example: DP-SGD on the clients, or with a plain Trainer.
 
-    Each step draws each of the client's :math:`n` examples independently with probability :math:`q = B / n`, clips the
-    example gradients and adds noise to the sum:
+    Each step draws each of the client's :math:`n` examples independently with probability :math:`q = B / n`. The
+    examples' gradients :math:`g_i` are clipped, and noise is added to the sum:
 
     .. math:: \tilde g = \frac{1}{B} \left( \sum_i g_i \min\left(1, \frac{C}{\lVert g_i \rVert}\right) +
         \mathcal{N}(0, z^2 C^2 I) \right)
@@ -102,9 +105,8 @@ class DPSGD(RevertingCallback, FederatedCallback):
     steps, so other methods are refused. **The number of examples is not protected**, nor are values logged in
     ``training_step``.
 
-    On Flower, each client draws the noise and batches, and stores its privacy account. In each round a client draws a
-    new key and discards the key afterwards, so a repeated training counts again. The account is a file in the client's
-    ``store`` and includes all fits. A client whose epsilon has reached ``max_epsilon`` reports a failure. Epsilon
+    On Flower, each client draws the noise, and stores a privacy account for all fits in the client's ``store``. A
+    repeated training counts again. A client whose epsilon has reached ``max_epsilon`` reports a failure. Epsilon
     appears in the client's log.
 
     Args:
@@ -113,8 +115,8 @@ class DPSGD(RevertingCallback, FederatedCallback):
             privacy.
         delta: Probability :math:`\delta` that the privacy loss exceeds epsilon, less than one over a client's number of
             examples.
-        max_epsilon: The fit stops before a client's training in a round (without a federation: a step) in which epsilon
-            could exceed this value; by default ``epsilon``. If a client's first training would exceed this value, the
+        max_epsilon: The fit stops before a round in which epsilon could exceed this value, or before such a step in a
+            fit without a federation. By default ``epsilon``. If a client's first training would exceed this value, the
             client is excluded.
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
         key_for_tests: Known key, only for tests, without privacy; ``None`` draws a key with :mod:`secrets`.
@@ -125,10 +127,9 @@ class DPSGD(RevertingCallback, FederatedCallback):
     Raises:
         ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are
             given. In a fit, if ``epsilon`` is given and the number of epochs is unlimited.
-        MisconfigurationException: In a fit, if a setting does not allow a privacy guarantee: BatchNorm and other layers
-            that mix examples, manual optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled
-            modules, several clients at once, optimizers with several losses per step or parameters outside the module,
-            callbacks and methods that send other values, and losses other than a mean over examples.
+        MisconfigurationException: In a fit, if a setting does not allow a privacy guarantee. Examples are BatchNorm,
+            manual optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled modules, methods that
+            send other values, and losses other than a mean over examples.
         ModuleNotFoundError: In a fit, if ``opacus`` or ``dp-accounting`` is not installed.
 
     Note:
@@ -204,7 +205,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
         return self._largest_epsilon(self._accounts.values())
 
     def describe_privacy(self) -> str:
-        """Describes clipping norm and delta in a text. Checkpoints contain the text, to detect changed settings."""
+        """Returns the privacy settings as a text. Checkpoints contain the text, to detect changed settings."""
         return f"DPSGD(max_grad_norm={self.max_grad_norm}, delta={self.delta})"
 
     # The fit
@@ -574,9 +575,9 @@ class DPSGD(RevertingCallback, FederatedCallback):
 
 
 class _Visit:
-    """Counts the noised steps in a client's training in one round. Without a federation: in the whole fit.
+    """Counts one client's noised steps in a round, or in a whole fit without a federation.
 
-    ``planned`` contains the planned numbers for the privacy accountant, in a federation only for this round.
+    ``planned`` contains the planned numbers of examples and steps, for computing epsilon.
     """
 
     def __init__(self, client: Client | None, round: int, planned: _Account) -> None:
@@ -585,7 +586,7 @@ class _Visit:
         self.was_checked = self.has_step = False
 
     def watch(self, module: L.LightningModule, optimized: set[int]) -> None:
-        """Starts recording per-example gradients, and copies all entries that training must not change."""
+        """Starts recording gradients of the parameters with ids in ``optimized``, and copies all other tensors."""
         self.trained = {
             path: value
             for path, value in tensors_by_path(module).items()
@@ -593,6 +594,7 @@ class _Visit:
         }
         self.gradients = ExampleGradients(module, self.trained.values())
         self._module = module
+        # compared after the training, because other tensors may not change
         self._initial_entries = {name: value.detach().clone() for name, value in self._untrained().items()}
 
     def check_untrained(self) -> None:

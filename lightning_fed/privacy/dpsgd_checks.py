@@ -30,7 +30,7 @@ HANDED_LOADER = (
 
 
 def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: bool) -> None:
-    """Refuses Trainers and modules unsupported by DP-SGD. ``ends_early``: a privacy budget may end the fit."""
+    """Refuses Trainers and modules unsupported by DP-SGD. With ``ends_early`` a privacy budget may end the fit."""
     names = [slot.path for slot in tensor_slots(module) if isinstance(slot.tensor, nn.Parameter)]
     tied = set(names) - tensors_by_path(module).keys()
     parameters = set(map(id, module.parameters()))
@@ -70,7 +70,7 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
 
 
 def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedCallback) -> None:
-    """Refuses simultaneous training, `CentralDP`, and callbacks (except ``own``) if messages may have no noise."""
+    """Refuses simultaneous training, `CentralDP`, and other callbacks if these may send values without noise."""
     if federation.options.visits_at_once is not None:
         raise MisconfigurationException(
             f"`DPSGD` needs clients to train one after another, but got visits={federation.options.visits}."

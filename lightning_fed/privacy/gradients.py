@@ -38,9 +38,8 @@ _Rows: TypeAlias = slice | Tensor
 class Gradients(NamedTuple):
     """Gradients of one parameter, separate for each example of a batch.
 
-    ``norms`` contains the gradient norms, shape ``(examples,)``. ``weigh(rows, factors)`` returns the sum of the
-    gradients of the examples ``rows``, each multiplied by a factor. ``samples`` are the gradients, shape ``(examples,
-    ...)``, or ``None`` if not computed.
+    ``norms`` contains the gradient norms, shape ``(examples,)``. ``weigh(rows, factors)`` returns a weighted sum over
+    the examples ``rows``. ``samples`` are the gradients, shape ``(examples, ...)``, or ``None`` if not computed.
     """
 
     norms: Tensor
@@ -49,15 +48,14 @@ class Gradients(NamedTuple):
 
 
 class ExampleGradients:
-    """Per-example gradient norms and weighted sums from one backward pass through the mean loss.
+    """Computes norms and weighted sums of per-example gradients in one backward pass.
 
-    ``values`` maps parameters to :class:`Gradients` of the mean loss over n examples: all gradients, norms and sums
-    contain the factor 1/n.
+    ``values`` maps each parameter to :class:`Gradients` of the mean loss over n examples, with the factor 1/n.
 
     Hooks record each layer's inputs and output gradients. For linear layers, convolutions and embeddings, norms are
-    computed directly from products of inputs and output gradients, if cheaper than per-example gradients. Other layers
-    use Opacus' rules, or ``torch.func`` without a rule. With a rule, the backward pass computes no parameter gradients.
-    Module and layers are not changed. In-place operations are allowed, unlike with Opacus' hooks.
+    computed directly from these tensors, if cheaper. Other layers use Opacus' rule for the layer type, or
+    ``torch.func`` if Opacus has no rule. For layers with a rule, the backward pass skips parameter gradients. The
+    module is not changed.
 
     References:
         Li et al., ICLR 2022, section 4 (https://arxiv.org/abs/2110.05679); Bu et al., ICML 2023, Algorithm 1
@@ -255,8 +253,8 @@ def clipped_sum(
 
     .. math:: \sum_i g_i \min\left(1, \frac{C}{\lVert g_i \rVert}\right)
 
-    Non-finite gradients are replaced by 0. ``gradients`` come from a mean loss and are first multiplied by
-    ``num_examples``. ``max_norm=inf`` disables clipping.
+    Here :math:`g_i` is the gradient of example i, and :math:`C` is ``max_norm``; ``inf`` disables clipping. Gradients
+    of the mean loss are first multiplied by ``num_examples``. Non-finite gradients are replaced by 0.
     """
     if not gradients:
         return {}
@@ -270,11 +268,9 @@ def clipped_sum(
 def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gradients: ExampleGradients) -> None:
     """Raises an error if per-example gradients in a batch differ from the gradients of batches with one example.
 
-    The batch consists of up to eight examples; the first two are compared. Gradients differ if the loss is not a mean
-    over examples (Dice over a batch, contrastive losses, ignored pixels), or if a layer is used in an unsupported way.
-    Dropout is disabled. With other random numbers in ``training_step`` no comparison is possible. Rounding can turn a
-    ReLU on or off, so after a failed comparison all weights change randomly by about 10 %, and the comparison is
-    repeated, at most twice. If a repetition also fails, an error is raised. Finally the module is restored.
+    They differ if the loss is not a mean over examples, or if a layer is used in an unsupported way. The first two
+    examples are compared, without dropout. If ``training_step`` draws other random numbers, the check is skipped. A
+    failed comparison is repeated at most twice with randomly changed weights. Finally the module is restored.
     """
     count = min(batch_length(batch), _TRIED)
     if count < 2:
@@ -318,6 +314,7 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
         return False
 
     def has_dependence_elsewhere(seed: int) -> bool:
+        # rounding can turn a ReLU on or off, so other weights are tried
         with torch.no_grad(), seeded_generators(seed):
             for parameter in parameters:
                 parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
@@ -342,7 +339,7 @@ def _some_of(batch: Any, rows: slice) -> Any:
 
 
 def find_unsupported(module: nn.Module) -> list[str]:
-    """Names and types of layers that Opacus does not support: layers that mix examples, or have no gradient rule."""
+    """Lists names and types of layers that mix examples or are not supported by Opacus."""
     validators = _opacus("opacus.validators").ModuleValidator.VALIDATORS
     return [
         f"{name!r} ({type(layer).__name__})"

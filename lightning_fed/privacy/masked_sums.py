@@ -1,4 +1,4 @@
-"""Interface for summing randomly masked vectors, and conversion from numbers to integers modulo 2^256 for the sums."""
+"""Interface for sums over masked vectors, and encoding of numbers as 256-bit integers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LARGEST = 2.0**130  # a sum of 2^25 such numbers stays below 2^255
 
 
 class MaskedSum(Protocol):
-    """Sums clients' masked vectors, then subtracts the masks. ``least``: minimum number of vectors."""
+    """Sum of clients' masked vectors, before the masks are subtracted. ``least`` is the minimum number of vectors."""
 
     @property
     def least(self) -> int: ...

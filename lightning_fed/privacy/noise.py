@@ -13,14 +13,14 @@ _MOST_PAIRS = 2**14  # torch uses one thread for so few numbers: the last bits d
 
 
 class NormalStream:
-    """Independent standard normal numbers, from AES-256 in counter mode with the Box-Muller transform.
+    """Independent standard normal numbers from a cryptographic generator.
 
-    Box & Muller, "A Note on the Generation of Random Normal Deviates", Annals of Mathematical Statistics 1958. A radius
-    has 62 random bits, so the largest number is 9.3.
+    The Box-Muller transform converts random bits (AES-256 in counter mode) to normal numbers, up to 9.3. Box & Muller,
+    "A Note on the Generation of Random Normal Deviates", Annals of Mathematical Statistics 1958.
 
     Args:
-        keys: Non-negative integers below 2**256. The cipher's key is their SHA-256 digest.
-        count: Expected number of draws.
+        keys: Non-negative integers below 2**256, together the secret key of the generator.
+        count: Expected total of numbers to draw, for the buffer size.
         dtype: ``torch.float32`` or ``torch.float64``.
 
     Example:

@@ -1,4 +1,4 @@
-"""Poisson sampling: each batch contains every example independently, drawn with a secret key."""
+"""Poisson sampling: every example is drawn into a batch independently, with a secret key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BATCH = 0
 
 
 class PoissonSampling:
-    """Poisson-sampled batches, each a function of (key, client, round, batch index).
+    """Draws Poisson-sampled batches, seeded by key, client, round and batch index.
 
     Each example is drawn independently, with probability batch size divided by number of examples, so the expected
     batch size equals ``batch_size``.
@@ -40,7 +40,7 @@ class PoissonSampling:
         self.key = key
 
     def draw(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
-        """Draws the indices of a batch's examples, increasing, shape (examples,); the batch may be empty.
+        """Draws the increasing indices of a batch's examples, shape (examples,). The batch may be empty.
 
         If a client has at most ``batch_size`` examples, all are drawn. ``number`` is the batch index in the client's
         training.

@@ -72,14 +72,14 @@ class Ring:
         return ((_SIZE // 2 - 1) / self.clients - 1) / (self.max_weight * self.clip)
 
     def extras(self) -> State:
-        """Encoding parameters, sent to all clients: maximum number of clients in a sum, and :attr:`scale`."""
+        """Encoding parameters to send to all clients."""
         return {
             CLIENTS: torch.tensor(self.clients, dtype=torch.int32),
             SCALE: torch.tensor(self.scale, dtype=torch.float64),
         }
 
     def longest(self, size: int) -> float:
-        """Maximum update norm (``size`` numbers) before rounding; after rounding the norm is at most ``clip``."""
+        """Largest norm of an update with ``size`` numbers, so that the norm after rounding is at most ``clip``."""
         length = self.clip - math.sqrt(size) / self.scale
         if length < self.clip / 2:
             raise OptionError(

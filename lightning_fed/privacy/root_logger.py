@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def root_logger_as_it_was() -> Iterator[None]:
-    """On exit, removes all handlers added to the root logger in the context, for example by an imported library."""
+    """On exit, removes all handlers added to the root logger in the context."""
     old_handlers = [*logging.root.handlers]
     try:
         yield

@@ -49,16 +49,15 @@ class SecureSum(UpdateStep):
 
     .. math:: w_{t+1} = w_t + \frac{\sum_i a_i u_i}{\sum_i a_i}
 
-    The aggregation rule must be ``fedavg``. Supported additions are methods whose clients only send the model
-    (``fedprox``, ``fedper``, ``fedrep``), server optimizers, :class:`CentralDP` (noise is added to the sum), and update
-    steps for weights or norm limits, which the clients apply. Integer entries do not change. The server does not know
-    client metrics, numbers of examples and update norms.
+    :math:`u_i` is a client's clipped update, and :math:`a_i` the weight. The aggregation rule must be ``fedavg``.
+    Supported additions are methods whose clients only send the model (``fedprox``, ``fedper``, ``fedrep``), server
+    optimizers, :class:`CentralDP`, and update steps for weights or norm limits. Integer entries do not change. The
+    server does not know client metrics, numbers of examples and update norms.
 
     Args:
         clip: Maximum update norm over all shared floating-point entries; by default the norm of :class:`CentralDP`.
         threshold: Minimum fraction of the round's clients in the sum, more than one half. If fewer clients send valid
-            updates, the round fails. To learn one client's update, the server would need the help of all other clients
-            in the sum.
+            updates, the round fails.
 
     Weights must have an upper bound (:class:`~lightning_fed.steps.MaxSamples`).
 
@@ -166,7 +165,7 @@ class SecureSum(UpdateStep):
         return RingSum(self)
 
     def vector(self, update: ClientUpdate) -> State:
-        """Returns an update's tensors for the sum: encoded entries and, without `CentralDP`, the client's weight."""
+        """Returns an update's tensors for the sum: encoded entries and, without `CentralDP`, the weight."""
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
             if update.extras:
@@ -230,7 +229,7 @@ class RingSum(Held):
         return np.zeros(sum(value.numel() for value in self.total.values()), np.uint32)
 
     def subtract(self, masks: np.ndarray[Any, Any]) -> None:
-        """Subtracts the masks from the sum of masked updates. ``masks``: one vector, for tensors sorted by name."""
+        """Subtracts the masks from the sum. ``masks`` joins the masks of all tensors, sorted by name."""
         names = sorted(self.total)
         parts = torch.split(torch.from_numpy(masks.view(np.int32)), [self.total[name].numel() for name in names])
         for name, part in zip(names, parts, strict=True):
@@ -260,9 +259,9 @@ class RingSum(Held):
 
 
 class RingSettings(FederatedCallback):
-    """Callback that prepares a secure sum before the fit: sets the factor for converting update values to integers.
+    """Sets the resolution of a secure sum before the fit.
 
-    Also refuses callbacks and BatchNorm options if clients would send further values, unprotected by the sum.
+    Also refuses callbacks and BatchNorm options with which clients would send values outside the sum.
     """
 
     supports_vectorize = True

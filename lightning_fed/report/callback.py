@@ -1,4 +1,4 @@
-"""Callback that collects a fit's logged values, and writes the report."""
+"""Callback that writes a report about a fit."""
 
 from __future__ import annotations
 
@@ -37,13 +37,12 @@ _KEY = "lightning_fed_report"  # in a checkpoint
 
 
 class Report(L.Callback):
-    """Writes ``report.html`` at the end of a fit: one file without links to other files or to the network.
+    """Writes a report at the end of a fit, as a single HTML file.
 
-    The report contains curves and a table by round, scores by client, failures, sent bytes, seconds, method, update
-    steps, seed, versions and the command to resume. If the Trainer has the callback
-    :class:`~lightning_fed.callbacks.ClientSegmentations`, the report also contains IoU by class and pictures. All
-    numbers are logged values; the callback does not evaluate the model. A missing value is shown as a dash.
-    ``lightning-fed fit`` adds the callback.
+    The report shows the logged values by round as curves and as a table. A second table shows scores and failures by
+    client. The report also states method, seed, versions, sent bytes and the command to resume. With the callback
+    :class:`~lightning_fed.callbacks.ClientSegmentations`, the report also contains IoU by class and pictures. A
+    missing value is shown as a dash. ``lightning-fed fit`` adds this callback.
 
     After an exception the report shows the finished rounds. With ``CentralDP`` the report contains no values of single
     clients. Checkpoints contain the logged values, so the report of a resumed fit starts with the first round.

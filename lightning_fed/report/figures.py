@@ -1,4 +1,4 @@
-"""Saves matplotlib figures in colours for both light and dark HTML pages."""
+"""Saves matplotlib figures for HTML pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTML page about several runs: a summary, and links to the runs' reports."""
+"""HTML page with a summary of several runs."""
 
 from __future__ import annotations
 

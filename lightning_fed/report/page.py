@@ -1,4 +1,4 @@
-"""HTML page with the results of a fit: curves as SVG, tables and pictures in one file."""
+"""HTML page with a fit's results: curves, tables and pictures in one file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TEMPLATES = Environment(  # compiles each template once
 
 @dataclass
 class ClientRow:
-    """Table row for a client: numbers of trained and failed rounds, and each value's first and last (round, value)."""
+    """Row of a client in the report. ``first`` and ``last`` map each score's name to (round, value)."""
 
     name: str
     visits: int = 0
@@ -69,7 +69,7 @@ class FitResults:
         facts: Maps names, such as "method" and "seed", to texts.
         rounds: Logged values by round (from 0) and name.
         score: Name of the score in the table of clients; empty without scores.
-        higher_is_better: Maps score names to true if higher values are better.
+        higher_is_better: Whether higher values are better, by score name.
         clients: Rows of the table of clients.
         iou: IoU by client and class.
         classes: Names of the classes in ``iou``, in order.
@@ -129,7 +129,7 @@ def format_number(value: float | None) -> str:
 
 
 def line_chart(title: str, series: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
-    """Computes the geometry of a line chart: axis ticks, and a path with labelled points for each series."""
+    """Computes the axes, lines and points in a line chart."""
     rounds = sorted({round_number(round) for values in series.values() for round in values})
     numbers = [value for values in series.values() for value in values.values()]
     ticks = _ticks(min(numbers), max(numbers))
@@ -171,7 +171,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _curves(results: FitResults, global_names: Sequence[str]) -> dict[str, dict[str, dict[int, float]]]:
-    """Groups values by chart, curve and round. Losses share a chart; each score's curves are global, mean and worst."""
+    """Groups the logged values by chart, curve and round."""
     charts: dict[str, dict[str, dict[int, float]]] = {}
     for name in global_names:
         is_loss = "loss" in name
@@ -210,7 +210,7 @@ def _client_cells(results: FitResults) -> list[dict[str, Any]]:
 
 
 def _iou_cells(results: FitResults) -> dict[str, Any]:
-    """Builds the cells of the IoU table (client by class). The colour of a cell shows the IoU from 0 to 1."""
+    """Builds a table of IoU by client and class. Each cell's colour shows the IoU."""
     iou = dict(results.iou)
     if not iou:  # logged by the module with `per_class`
         for client in results.clients:

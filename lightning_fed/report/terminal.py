@@ -1,4 +1,4 @@
-"""Tables for a terminal: converts Markdown tables to aligned columns, wrapped to the terminal's width."""
+"""Shows Markdown tables as aligned columns in a terminal."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ _NARROWEST = 8  # characters of a wrapped column
 
 
 def draw_tables(text: str, width: int | None = None) -> str:
-    r"""Replaces Markdown tables by columns for a terminal. Other text is unchanged.
+    r"""Replaces Markdown tables in a text by aligned columns. Other text is unchanged.
 
-    ``width`` is the number of characters in a line, by default the terminal's. The widest columns wrap first. A column
-    of numbers is aligned to the right.
+    ``width`` is the number of characters in a line, by default the terminal's. Wide columns wrap.
 
     Example:
         >>> print(draw_tables("Clients:\n\n| a | n |\n|---|---|\n| long | 1 |\n| two words | 20 |", width=12))
@@ -35,7 +34,7 @@ def draw_tables(text: str, width: int | None = None) -> str:
 
 
 def split_tables(text: str) -> list[tuple[bool, list[str]]]:
-    """Splits a text into groups of lines, each with a flag: true if the lines are a Markdown table."""
+    """Splits a text into groups of lines, each with a flag: true for a Markdown table."""
     return [(is_table, list(lines)) for is_table, lines in groupby(text.split("\n"), _is_row)]
 
 

@@ -1,4 +1,4 @@
-"""A site's answer to a study, which contains only sums over cases for each pair of models."""
+"""A site's answer to a study: sums over test cases for each pair of models."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ Answer: TypeAlias = dict[str, dict[str, list[float]]]
 
 
 def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support: int = 10) -> tuple[Kind, Answer]:
-    """Computes a site's answer: sums over the site's cases (examples) for each pair of models and each seed.
+    """Compares each pair of models on a site's test cases (examples). The result contains only sums over cases.
 
-    Returns the kind of sums, and the sums by pair and seed (``"all"``: for scores averaged over seeds). The kinds:
+    Returns the kind of metric, and numbers by pair of models and by seed. The key ``"all"`` contains the numbers for
+    scores averaged over seeds. The kinds are:
 
-    - ``"scores"``: the metric has one score per case. The sums are :func:`paired_sums`.
-    - ``"areas"``: the metric is the area under the ROC curve. The sums are :func:`area_sums`.
-    - ``"replicates"``: other metrics. Number of cases, then the input for :func:`difference_of_replicates`.
+    - ``"scores"``: the metric has one score per case. The numbers are :func:`paired_sums`.
+    - ``"areas"``: the metric is the area under the ROC curve. The numbers are :func:`area_sums`.
+    - ``"replicates"``: other metrics. The numbers are the number of cases, then the input for
+      :func:`difference_of_replicates`.
 
     Args:
         runs: The site's scores by model and seed, in the form of :attr:`SiteScores.scores`, for the same cases.
-        min_support: Smallest number of cases (or patients). With fewer cases the sums are an empty dictionary. For an
-            area under the ROC curve, each class needs at least half as many cases.
+        min_support: Smallest number of cases (or patients). With fewer cases, no numbers are returned. For an area
+            under the ROC curve, each class needs at least half as many cases.
 
     Example:
         >>> site = {"cases": ["a", "b"], "patients": None}
@@ -75,7 +77,7 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
 
 
 def estimate(kind: Kind, sums: Sequence[float]) -> tuple[Estimate, int, tuple[float, float]]:
-    """Estimates two models' score difference from sums over cases. Also returns the number of cases and both scores."""
+    """Estimates two models' score difference from a site's numbers. Also returns the case count and both scores."""
     if kind == "areas":
         return difference_of_areas(sums), int(sums[0] + sums[1]), (sums[2], sums[3])
     if kind == "replicates":

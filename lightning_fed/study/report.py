@@ -1,4 +1,4 @@
-"""Tables and the forest plot of a study, computed from sums over the cases of each site."""
+"""Tables and forest plot of a study."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _VERDICTS = ("hurts", UNKNOWN, "helps", TOO_FEW)  # in the order of the table
 
 @dataclass(frozen=True)
 class Study:
-    """A study's results: the compared models, and each site's sums over the test cases.
+    """Results of a study: the compared models, and sums over each site's test cases.
 
-    ``models`` lists the primary method, other federated methods, ``"central"`` if trained, and ``"local"``. ``answers``
-    maps each site to sums over test cases, for every two models (:func:`answer_site`). With a secure sum ``answers`` is
-    empty, and ``totals`` maps each method to seven numbers: the site count; four sums over sites for the method's gain
-    over ``"local"`` (:func:`effect_sums`); and both models' mean scores over sites (method, ``"local"``).
+    ``models`` lists the primary method, other federated methods, ``"central"`` if trained, and ``"local"``.
+    ``answers`` contains each site's sums over test cases (:func:`answer_site`), or is empty with a secure sum.
+    ``totals`` is only for a secure sum, and contains seven numbers for each method. These numbers are the number of
+    sites, the four :func:`effect_sums` added over sites, the method's mean score, and the mean score of ``"local"``.
     """
 
     metric: str
@@ -51,10 +51,10 @@ class Study:
 
 @dataclass(frozen=True)
 class SiteGain:
-    """Gain of ``method`` over ``baseline`` at a site, positive if better. An empty ``site`` stands for all sites.
+    """Gain of ``method`` over ``baseline`` at a site, positive if the method is better.
 
-    ``count`` is the number of cases (of sites, if ``site`` is empty), ``adjusted`` the p-value with Holm's correction,
-    and ``detectable`` the smallest true gain with 80 % power.
+    An empty ``site`` stands for all sites. ``count`` is the number of cases, or of sites. ``adjusted`` is the p-value
+    with Holm's correction, and ``detectable`` the smallest true gain that is found with probability 80 %.
     """
 
     site: str
@@ -84,7 +84,7 @@ class SiteGain:
 def gather_study(
     results: Sequence[Mapping[str, Any]], models: Sequence[str], min_support: int, megabytes: Mapping[str, float]
 ) -> Study:
-    """Creates a study from finished runs of a comparison, one per model and seed. ``megabytes``: traffic by model."""
+    """Creates a study from finished runs, one per model and seed. ``megabytes`` is the traffic by model."""
     check_count("min_support", min_support, lowest=2)
     runs: dict[str, dict[str, dict[int, Any]]] = {}
     for site in results[0]["sites"]["scores"]:
@@ -101,7 +101,7 @@ def gather_study(
 
 
 def keep_primary(path: Path, method: str) -> None:
-    """Stores the name of a study's primary method in a file before training. A later, different name is an error."""
+    """Stores the name of a study's primary method in a file. A later, different name is an error."""
     known = json.loads(path.read_text()) if path.exists() else method
     if known != method:
         raise MisconfigurationException(
@@ -113,7 +113,7 @@ def keep_primary(path: Path, method: str) -> None:
 
 
 def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
-    """Compares two methods at each site, with Holm's correction over the sites. Sites with worse scores come first."""
+    """Compares two methods at each site. Sites with worse scores come first."""
     sign = 1 if study.higher_is_better else -1
     rows = []
     for site, answer in study.answers.items():
@@ -125,6 +125,7 @@ def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
             gain = replace(gain, value=sign * gain.value)
             row = replace(row, count=count, values=values, gain=gain, by_seed=by_seed)
         rows.append(row)
+    # Holm's correction over the sites.
     adjusted = iter(holm([float(row.gain.p_value()) for row in rows if row.gain is not None]).tolist())
     level = 1 - LEVEL / max(sum(row.gain is not None for row in rows), 1)  # the strictest level in Holm's procedure
     rows = [
@@ -135,7 +136,7 @@ def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
 
 
 def pool_sites(rows: Sequence[SiteGain]) -> SiteGain:
-    """Mean over sites of the score gain between two models (random effects). One site: the site's gain."""
+    """Returns the mean gain over sites, from a random-effects model."""
     used = [row for row in rows if row.gain is not None and row.gain.variance > 0]
     gains = [row.gain for row in used if row.gain is not None]
     if not gains:
@@ -186,7 +187,7 @@ def load_study(path: Path) -> Study:
 
 
 def describe(study: Study) -> str:
-    """Formats a study in Markdown: for each method a table of score gains over the baseline by site, and notes."""
+    """Formats a study in Markdown, with a table of gains by site for each method."""
     baseline = study.models[-1]
     methods = [model for model in study.models[:-1] if model != "central"]
     tables = [compare_sites(study, method, baseline) for method in methods]
@@ -209,7 +210,7 @@ def describe(study: Study) -> str:
 
 
 def draw_forest(rows: Sequence[SiteGain], path: Path) -> None:
-    """Draws a forest plot: a row with gain and confidence interval per site, and the mean gain in the last row."""
+    """Draws a forest plot: gain and confidence interval of each site, and the mean gain in the last row."""
     shown = [row for row in rows if row.gain is not None]
     figure = new_figure((7, 1.2 + 0.35 * len(shown)))
     axes = figure.add_subplot()

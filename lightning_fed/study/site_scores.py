@@ -1,4 +1,4 @@
-"""Stores the score for every single example at each site. The scores do not leave the site."""
+"""Scores every single test example at each site."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ _ALL_STATES = StateRules(lists=("*",))
 class SiteScores(AskableCallback):
     """Scores every single example of each site (client) in ``trainer.test`` or ``trainer.validate``.
 
-    Each site's model (without a federation, the module) is evaluated on the site's data. The scores are not sent.
+    Each site's own model is evaluated on the site's data. Without a federation, all sites have the same model. The
+    scores are not sent.
 
     Args:
         metric: Name of a logged value: ``"val_acc"``, or ``"test_acc"`` for test data.
@@ -73,9 +74,9 @@ class SiteScores(AskableCallback):
         patient: Key of the patient names in a dictionary batch; ``None`` if all cases are independent.
 
     Attributes:
-        scores: Maps each site to a dictionary: ``cases`` (fingerprints of the examples), ``patients``, and further
-            keys. For a mean over cases, the key is ``scores`` (by case); for an area under the ROC curve, ``positives``
-            and ``negatives`` (predictions by class); for other metrics, ``value`` and bootstrap ``replicates``.
+        scores: A dictionary for each site. ``cases`` contains fingerprints of the examples, and ``patients`` the
+            patients' names. A mean over cases has ``scores`` by case. An area under the ROC curve has predictions for
+            ``positives`` and ``negatives``. Other metrics have ``value`` and bootstrap ``replicates``.
 
     Raises:
         MisconfigurationException: If the fit uses several processes, if a secure sum or central privacy hides the
@@ -115,8 +116,9 @@ class SiteScores(AskableCallback):
         check_sites(trainer, federation_of(trainer))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Raises an error before training if a client has no evaluation data, unless ``setup`` loads the data later."""
+        """Raises an error before training if a client has no evaluation data."""
         datamodule = datamodule_of(trainer)
+        # `setup` may load the data later.
         loads_later = isinstance(datamodule, EvaluationData) and is_overridden("setup", datamodule)
         if self.stage == "validation" or isinstance(datamodule, PartitionedData) or not loads_later:
             self._check_data(trainer)
@@ -160,7 +162,7 @@ class SiteScores(AskableCallback):
 
 
 def check_sites(trainer: L.Trainer, federation: Federation | None) -> None:
-    """Raises an error if scores by site (client) cannot be computed, for example with clients on other machines."""
+    """Raises an error if scores by site cannot be computed, for example with clients on other machines."""
     check_rounds(trainer)
     if federation is not None and federation.is_remote:
         raise MisconfigurationException(
@@ -168,13 +170,13 @@ def check_sites(trainer: L.Trainer, federation: Federation | None) -> None:
         )
     if federation is not None and federation.server.chain.reveals != "update":
         raise MisconfigurationException(
-            "A study needs visible client models, but secure sums or central privacy hide them, and statistics by site"
-            " would not be protected: remove the step, or use `SiteStudy` for tables at the sites."
+            "A study needs the model of each client, but a secure sum or central privacy hides these models: remove the"
+            " update step (`SecureSum` or `CentralDP`), or use `SiteStudy`, which writes a table at each site."
         )
 
 
 def check_rounds(trainer: L.Trainer) -> None:
-    """Refuses a Trainer with several processes, or with ``EarlyStopping`` (all models need equal numbers of rounds)."""
+    """Raises an error for a Trainer with several processes, or with ``EarlyStopping``."""
     reason = ""
     if trainer.world_size > 1:
         reason = f"one process, as scores are not joined over processes, but got {trainer.world_size}: set `devices=1`"
@@ -194,9 +196,10 @@ def score_site(
     patient: str | None,
     limit: int | float,
 ) -> dict[str, Any]:
-    """Scores a client's test cases one by one with the module's model. Returns one site's :attr:`SiteScores.scores`.
+    """Scores each test example of a client with the module's current weights.
 
-    ``limit`` is the number (int) or fraction (float) of batches to use.
+    Returns one site's dictionary in :attr:`SiteScores.scores`. ``patient`` is the key of the patients' names in a
+    batch, if any. ``limit`` is the number (int) or fraction (float) of batches.
     """
     loaders = split_loaders(data)
     if len(loaders) > 1:
@@ -264,7 +267,7 @@ def _find_areas(metrics: Mapping[str, Metric], whole: EvaluationReport, key: str
 def bootstrap(
     module: L.LightningModule, client: Client, key: str, groups: Sequence[Sequence[MetricStates]]
 ) -> list[float]:
-    """Computes a metric (``key``) on bootstrap samples of a site's cases. All models use the same samples.
+    """Computes the metric ``key`` on bootstrap samples of a site's cases. All models use the same samples.
 
     ``groups`` contains a list of metric states for each independent case or patient.
     """
@@ -280,7 +283,7 @@ def bootstrap(
 
 
 def single_cases(batches: Iterable[Any]) -> Iterator[Any]:
-    """Splits batches into batches with one test case. Refuses tensors whose length differs from the batch size.
+    """Splits batches into batches with a single example.
 
     Example:
         >>> [case["x"].tolist() for case in single_cases([{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3])}])]

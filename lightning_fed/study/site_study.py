@@ -1,4 +1,4 @@
-"""A study with sites on other machines: one fit per model. After each fit, the sites send sums over test cases."""
+"""Study of sites on other machines. Each model is trained in a separate fit."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class SiteStudy(AskableCallback):
     (example), and stores the scores in ``folder/sites``. The site sends only sums over cases, for each pair of models
     and each seed. For ``"local"``, train with ``personal=["*"]``: each site trains and keeps a separate model.
 
-    After fits of ``"local"`` and another model, the server writes the files of :func:`write_study`, with each site's
-    gain: a model's score minus the score of ``"local"``. The primary comparison is between ``"local"`` and the first
-    other model. Every site also writes a table with the site's own gain, ``sites/<client>.md``.
+    After fits of ``"local"`` and another model, the server writes a report with each site's gain (see
+    :func:`write_study`). The gain is a model's score minus the score of ``"local"``. The primary comparison is between
+    ``"local"`` and the first other model. Every site also writes a table with the site's own gain,
+    ``sites/<client>.md``.
 
-    With a secure sum the server learns only sums over sites, and writes only the mean gain over sites. At least five
-    sites are necessary: from the sums over fewer sites, the server could compute each site's gain. With central privacy
-    the sites send no sums, so only the sites have tables.
+    With a secure sum, at least five sites are necessary, and the server writes only the mean gain over sites. With
+    central privacy the sites send no sums, so only the sites have tables.
 
     Args:
         model: Name of the model that this fit trains: ``"local"``, or a name such as ``"fedavg"``. Server and sites
@@ -97,7 +97,7 @@ class SiteStudy(AskableCallback):
     # The server
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stores the name of the study's primary method before training, so that results cannot affect the choice."""
+        """Stores the study's settings and primary method before training, so that results cannot affect these."""
         federation = find_federation(trainer)
         if not federation.has_server:
             return  # at a site a visit may have several processes, and a question has one
@@ -255,8 +255,8 @@ class SiteStudy(AskableCallback):
             gain, _, values = estimate(kind, answer[f"{method}|{baseline}"]["all"])
             if not gain.variance > 0:
                 raise ClientFault(
-                    f"the site sends no sum, because the difference between the scores of {method!r} and the local"
-                    " model has a variance of 0 (such as equal differences in all cases) or an unknown variance"
+                    f"the site sends no sum, because the variance of the gain of {method!r} over the local model is 0"
+                    " or unknown: all cases may have the same difference, or the site may have too few cases"
                 )
             terms += [*effect_sums(gain.value, gain.variance, tau_squared).tolist(), *values]
         return ClientUpdate(client, 1, {}, {_SUM: encode(terms)})
@@ -287,13 +287,13 @@ def _check_sum(content: dict[str, Any], question: Mapping[str, Any]) -> None:
         raise ClientFault("the request must list each model once, 'local' last, and each seed once, in order")
     name, tau_squared = _name_sum(question), dict(zip(models, question["tau_squared"], strict=False))
     if question["sum"] != name:
-        raise ClientFault("the server's request has a wrong name for the sum: expected the study's metric and seeds")
+        raise ClientFault("the server's request is inconsistent: the sum is over another metric or other seeds")
     if any(tau_squared.values()):
         used = content.setdefault("tau_squared", {}).setdefault(name, {})
         if used | tau_squared != tau_squared | used or not all(value >= 0 for value in tau_squared.values()):
             raise ClientFault(
-                "the client has already answered for another variance between sites, and the server now asks for a sum"
-                " with other weights. Both sums together could reveal a site's gain: run new fits with another seed"
+                "the client has already sent a sum computed with another variance between sites, and a second sum could"
+                " reveal the site's gain: repeat the fits with another seed"
             )
         used |= tau_squared
 
@@ -309,7 +309,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_sums(update: ClientUpdate, models: Sequence[str], seeds: Sequence[int]) -> tuple[Kind, Answer]:
-    """Reads a site's sums over test cases from an answer; empty if the site sent no sums."""
+    """Returns the kind of metric and a site's sums over test cases. The sums may be empty."""
     answer: Answer = {f"{one}|{two}": {} for one, two in combinations(models, 2)}
     parts = ["all", *map(str, seeds)]
     if not update.extras:
@@ -319,8 +319,9 @@ def _read_sums(update: ClientUpdate, models: Sequence[str], seeds: Sequence[int]
     names = {f"study/{''.join(kind)}/{pair}/{part}": (pair, part) for pair in answer for part in parts}
     if update.extras.keys() != names.keys():
         raise BadUpdate(
-            "the site's answer has other names than expected: one name `study/KIND/MODEL|MODEL/SEED` for each pair of"
-            f" the models {list(models)}, and for each SEED in {parts} (`all` is the mean over the seeds)"
+            "the site's answer has other names than expected. A name is `study/KIND/FIRST|SECOND/SEED`, where KIND is"
+            f" scores, areas or replicates, FIRST and SECOND are two of the models {list(models)}, and SEED is one of"
+            f" {parts} (`all`: mean over the seeds)"
         )
     for name, (pair, part) in names.items():
         value = update.extras[name]

@@ -1,4 +1,4 @@
-"""Statistics for two models on equal cases, computed in float64 from sums over cases. Arrays may have leading axes."""
+"""Statistics to compare two models on equal cases, computed from sums over cases. Arrays may have leading axes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SHIFT = 0.5
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated differences with sampling variances; NaN for a missing number.
+    """Estimated differences between two models. Missing numbers are NaN.
 
     Args:
         value: Differences.
-        variance: Sampling variances.
+        variance: Sampling variances of the differences.
         degrees: Degrees of freedom for Student's t; infinity for the normal distribution.
 
     Example:
@@ -38,19 +38,19 @@ class Estimate:
     degrees: Floats
 
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Lower and upper bound of the confidence interval, for each difference between two models' scores."""
+        """Returns the lower and upper bound of each difference's confidence interval."""
         half = self._quantile((1 + level) / 2) * np.sqrt(self.variance)
         return self.value - half, self.value + half
 
     def p_value(self) -> Floats:
-        """Two-sided p-value for a difference of 0."""
+        """Returns the two-sided p-value for a difference of 0."""
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(self.value == 0, 0.0, -np.abs(self.value) / np.sqrt(self.variance))
         ratio = np.where(np.isnan(self.variance), np.nan, ratio)
         return np.asarray(2 * np.where(np.isinf(self.degrees), ndtr(ratio), stdtr(self._finite_degrees(), ratio)))
 
     def detectable(self, level: float = 0.95, power: float = 0.8) -> Floats:
-        """Smallest true difference with probability ``power`` of a significant result at level ``level``."""
+        """Smallest true difference for which the interval at ``level`` excludes 0 with probability ``power``."""
         limit = self._quantile((1 + level) / 2)
         # The ratio to the standard error has a noncentral t distribution.
         center = nctdtrinc(self._finite_degrees(), 1 - power, limit)
@@ -65,9 +65,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RandomEffects(Estimate):
-    """Random-effects estimate over sites: mean difference, Cochran's Q, variance between sites, and I^2.
+    """Estimated mean difference over sites, from a random-effects model.
 
-    ``i_squared`` is the share of the variance between sites in the total variance.
+    ``fixed`` is the fixed-effect mean, ``q`` Cochran's Q, and ``tau_squared`` the variance between sites. ``i_squared``
+    is the share of this variance in the total variance.
     """
 
     fixed: Floats
@@ -77,9 +78,9 @@ class RandomEffects(Estimate):
 
 
 def paired_sums(first: ArrayLike, second: ArrayLike, shift: float = SHIFT) -> Floats:
-    """Sums over two models' scores ``(..., n)``: n, two sums, two sums of squares, and sum of products.
+    """Returns six sums over the scores :math:`a` and :math:`b` of two models, with shape ``(..., n)``.
 
-    ``shift``, by default 0.5, is first subtracted from every score.
+    In order, these are n and the sums over :math:`a, b, a^2, b^2, a b`. ``shift`` is first subtracted from every score.
 
     Example:
         >>> paired_sums([0.5, 1.0], [0.5, 0.5]).tolist()
@@ -91,7 +92,7 @@ def paired_sums(first: ArrayLike, second: ArrayLike, shift: float = SHIFT) -> Fl
 
 
 def difference_of_sums(sums: ArrayLike) -> Estimate:
-    """Mean difference between two models' scores, from :func:`paired_sums`, with the variance as in a paired t-test.
+    """Estimates the mean difference between two models' scores from :func:`paired_sums`, as in a paired t-test.
 
     Example:
         >>> float(difference_of_sums(paired_sums([0.5, 1.0], [0.5, 0.5])).variance)
@@ -108,7 +109,7 @@ def difference_of_sums(sums: ArrayLike) -> Estimate:
 
 
 def mean_by_group(scores: ArrayLike, groups: Sequence[Hashable]) -> Floats:
-    """Mean score per group, such as a patient's cases. Scores have shape ``(..., n)``, ``groups`` has n names."""
+    """Returns the mean score per group. Scores have shape ``(..., n)``, and ``groups`` has n names."""
     values = np.asarray(scores, np.float64)
     places: dict[Hashable, list[int]] = {}
     for place, group in enumerate(groups):
@@ -135,11 +136,11 @@ def placements(positives: ArrayLike, negatives: ArrayLike) -> tuple[Floats, Floa
 
 
 def area_sums(first: tuple[ArrayLike, ArrayLike], second: tuple[ArrayLike, ArrayLike]) -> Floats:
-    """Ten sums for the areas under the ROC curve of two models: counts, areas and covariances (DeLong et al. 1988).
+    """Returns ten numbers to compare the areas under the ROC curve of two models (DeLong et al. 1988).
 
-    In order: numbers of positive and negative cases, both models' areas, then the covariances of the models'
-    :func:`placements` (first with itself, first with second, second with itself), over the positives and over the
-    negatives. A covariance over fewer than two cases is NaN.
+    ``first`` and ``second`` are the models' :func:`placements`. The first four numbers are the counts of positive and
+    negative cases, and both areas. Then follow covariances of the placements over the positives: first with first,
+    first with second, second with second. The last three numbers are the same covariances over the negatives.
 
     Example:
         >>> area_sums(placements([0.9, 0.4], [0.5, 0.4]), placements([0.9, 0.6], [0.5, 0.4])).tolist()
@@ -156,7 +157,7 @@ def area_sums(first: tuple[ArrayLike, ArrayLike], second: tuple[ArrayLike, Array
 
 
 def difference_of_areas(sums: ArrayLike) -> Estimate:
-    """Difference between two areas under the ROC curve, from :func:`area_sums`, with DeLong's variance."""
+    """Estimates the difference between two areas from :func:`area_sums`, with DeLong's variance."""
     m, n, first, second, *covariances = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     over_positives, over_negatives = (part[0] + part[2] - 2 * part[1] for part in (covariances[:3], covariances[3:]))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -165,15 +166,15 @@ def difference_of_areas(sums: ArrayLike) -> Estimate:
 
 
 def draw_cases(seed: int, replicate: int, client: Client, count: int) -> NDArray[np.int64]:
-    """Draws ``count`` indices below ``count`` with replacement: bootstrap sample ``replicate`` of a client's cases."""
+    """Draws a bootstrap sample of a client's cases: ``count`` indices with replacement."""
     generator = np.random.default_rng(np.random.SeedSequence([seed, replicate, client_key(client)]))
     return generator.integers(count, size=count)
 
 
 def difference_of_replicates(sums: ArrayLike) -> Estimate:
-    """Difference between two models' metric values. The variance is estimated from bootstrap samples.
+    """Estimates the difference between two models' metric values, with the variance from bootstrap samples.
 
-    ``sums``: both models' values on all cases, then the six :func:`paired_sums` for their values on the samples.
+    ``sums``: both models' values on all cases, then the six :func:`paired_sums` over the bootstrap samples' values.
     """
     values = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     spread = difference_of_sums(np.moveaxis(values[2:], 0, -1))
@@ -181,9 +182,10 @@ def difference_of_replicates(sums: ArrayLike) -> Estimate:
 
 
 def random_effects(values: ArrayLike, variances: ArrayLike) -> RandomEffects:
-    """Random-effects mean difference over k sites (DerSimonian and Laird 1986). Arguments have shape ``(..., k)``.
+    """Estimates the mean difference over sites by a random-effects model (DerSimonian and Laird 1986).
 
-    The mean's variance is Hartung and Knapp's (2001), but at least 1 / (sum of the weights) (Röver et al. 2015).
+    ``values`` and ``variances`` have shape ``(..., k)`` for k sites. The mean's variance is Hartung and
+    Knapp's (2001), but at least 1 / (sum of the weights) (Röver et al. 2015).
 
     Raises:
         ValueError: If there are fewer than two sites, or a variance is 0.
@@ -207,11 +209,11 @@ def random_effects(values: ArrayLike, variances: ArrayLike) -> RandomEffects:
 
 
 def effect_sums(values: ArrayLike, variances: ArrayLike, tau_squared: ArrayLike = 0.0) -> Floats:
-    """Returns four terms for each site, shape ``(..., 4)``: :math:`w, w d, w d^2, w^2`.
+    """Returns four numbers for each site, which are then added over sites for a random-effects mean.
 
-    :func:`random_effects` needs only sums over sites. ``values`` are differences :math:`d` between two models' scores
-    at a site, with sampling variances :math:`v` (``variances``). With the variance :math:`t` between sites
-    (``tau_squared``), the weight is :math:`w = 1 / (v + t)`.
+    The numbers are :math:`w, w d, w d^2, w^2`, where :math:`d` is the difference between two models' scores at a site
+    (``values``). The weight is :math:`w = 1 / (v + t)`, with the sampling variance :math:`v` of the difference
+    (``variances``) and the variance :math:`t` between sites (``tau_squared``).
 
     Example:
         >>> effect_sums(0.5, 0.25).tolist()
@@ -223,14 +225,14 @@ def effect_sums(values: ArrayLike, variances: ArrayLike, tau_squared: ArrayLike 
 
 
 def tau_squared_of_sums(sums: ArrayLike, sites: int) -> Floats:
-    """Between-site variance of the true difference (DerSimonian and Laird), from :func:`effect_sums` over sites."""
+    """Estimates the variance between sites (DerSimonian and Laird) from :func:`effect_sums` added over sites."""
     weights, total, squares, of_weights = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     q = squares - total * total / weights
     return np.asarray(np.maximum((q - (sites - 1)) / (weights - of_weights / weights), 0.0))
 
 
 def effect_of_sums(sums: ArrayLike, sites: int) -> Estimate:
-    """Random-effects mean of a difference, from :func:`effect_sums`, added over all ``sites`` sites."""
+    """Estimates the random-effects mean over ``sites`` sites from :func:`effect_sums` added over sites."""
     weights, total, squares, _ = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     spread = (squares - total * total / weights) / ((sites - 1) * weights)
     return Estimate(total / weights, np.maximum(spread, 1 / weights), np.full_like(weights, sites - 1))

@@ -1,4 +1,4 @@
-"""Base class for tasks with one network, one loss, torchmetrics, and an optimizer and scheduler selected by name."""
+"""Base class for tasks with one network, one loss, metrics, and an optimizer and scheduler selected by name."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Task(L.LightningModule, ABC):
 
     @abstractmethod
     def configure_metrics(self) -> MetricCollection:
-        """Creates metrics by name, to update with (logits, target) and log as ``val_<name>`` and ``test_<name>``."""
+        """Creates the metrics, which get (logits, target) and are logged as ``val_<name>`` and ``test_<name>``."""
 
     @abstractmethod
     def example_input(self) -> Tensor:
@@ -105,7 +105,7 @@ class Task(L.LightningModule, ABC):
         class_weights: list[float] | None,
         num_classes: int,
     ) -> None:
-        """Creates the network, the metrics and the class weights. Subclasses call this at the end of ``__init__``."""
+        """Creates the network, the metrics and the class weights. Called at the end of a subclass's ``__init__``."""
         check_option("norm", norm, ("batch", "group"))
         if class_weights is not None and len(class_weights) != num_classes:
             raise ValueError(

@@ -18,16 +18,16 @@ _ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 
 
 def is_weight_file(weights: str) -> bool:
-    """True if the argument ``encoder_weights`` is a file path instead of the name of published weights."""
+    """Returns whether ``encoder_weights`` is a file path instead of the name of published weights."""
     return weights.endswith(_ENDINGS) or os.sep in weights
 
 
 def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Loads an encoder's weights from a file. Entry names in the file may have any prefix.
+    """Loads an encoder's weights from a file.
 
-    The file contains safetensors, or a state dict or checkpoint from ``torch.save``. Entry names may come from a timm
-    model, an smp encoder, or a whole network or task with such an encoder (``model.encoder...``). Additional entries
-    (such as a classifier) are skipped and logged.
+    The file contains safetensors, or a state dict or checkpoint from ``torch.save``. The weights may come from a timm
+    model, an smp encoder, or a whole network with such an encoder. Additional tensors, such as a classifier, are
+    skipped and logged.
     """
     path = Path(path)
     if not path.is_file():

@@ -51,10 +51,9 @@ class SegmentationTask(Task):
         model_kwargs: Further arguments for the architecture (``encoder_depth``, ``decoder_channels``, ...).
         norm: ``"group"`` replaces every BatchNorm by GroupNorm (see `to_group_norm`).
         loss: ``"ce"`` (cross-entropy), ``"dice"``, ``"jaccard"``, ``"tversky"``, ``"lovasz"``, ``"focal"``, or a sum
-            (``"ce+dice"``), with options as in ``"ce+tversky:alpha=0.3:beta=0.7"``; ``"fedseg"`` for clients that label
-            only some classes: in training, a pixel labelled ``ignore_index`` may have any class that is missing in the
-            batch (:func:`~lightning_fed.modules.absent_class_loss`); or a function from logits and target to the loss.
-            A function must handle ignored pixels itself, and is not a saved hyperparameter.
+            such as ``"ce+dice"``. Options follow a name, as in ``"ce+tversky:alpha=0.3:beta=0.7"``. ``"fedseg"`` is for
+            clients that label only some classes (:func:`~lightning_fed.modules.absent_class_loss`). A function from
+            logits and target must handle ignored pixels itself, and is not a saved hyperparameter.
         ignore_index: Class index of pixels without a label; None without such pixels.
         class_weights: Class weights in the cross-entropy. A class with weight 0 is not learned.
         mode: ``"multiclass"`` (one class per pixel), ``"binary"`` (one logit), ``"multilabel"`` (independent logits).

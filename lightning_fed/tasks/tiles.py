@@ -19,9 +19,8 @@ def tiled_logits(
 ) -> Tensor:
     """Runs a network on overlapping tiles, and joins the logits, shape ``(N, K, H, W)``.
 
-    In overlaps, logits are averaged. The weights decrease linearly towards a tile's edges, because the network sees
-    less context near edges. Tiles are evenly spaced, and outer tiles end at the image border. Images smaller than a
-    tile are padded with the last pixels. ``overlap`` is the minimum common share of neighbouring tiles, in [0, 1).
+    In overlaps, logits are averaged, with weights decreasing linearly towards a tile's edges. Images smaller than a
+    tile are padded. ``overlap`` is the minimum common share of neighbouring tiles, in [0, 1).
 
     Example:
         >>> images = torch.arange(60.0).reshape(1, 1, 6, 10)

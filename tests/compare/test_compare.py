@@ -494,7 +494,7 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         (
             "fedrep.yaml --methods fedavg",
             1,
-            "Expected a recipe whose `method` changes no other settings, but FedRep sets",
+            "Expected a recipe whose `method` sets no other options, but FedRep sets",
         ),
         (
             "plain.yaml --methods fedavg",

@@ -273,7 +273,7 @@ def test_a_sum_is_released_for_one_set_of_sites(secured, tmp_path, caplog):
     shutil.copytree(secured[0], tmp_path / "again")
     before = totals_in(tmp_path / "again" / "server" / "study.json")
     secure(tmp_path / "again", "fedprox", min_support=4)
-    assert "the sum of this round was already unmasked for other clients" in caplog.text
+    assert "unmask this round's sum again, for another set of clients" in caplog.text
     assert "no sum over sites: 0 sites answered, fewer than 5" in caplog.text
     assert totals_in(tmp_path / "again" / "server" / "study.json") == before
     shutil.rmtree(tmp_path / "again" / "fedprox3")  # the server's checkpoints
@@ -302,7 +302,7 @@ def test_a_site_answers_for_one_variance_between_sites():
     for tau_squared in (0.0, 0.25, 0.25, 0.0):  # a repeated fit asks again
         ask(tau_squared)
     for tau_squared in (0.5, -0.25, math.nan):
-        with pytest.raises(ClientFault, match="could reveal a site's gain: run new fits with another seed"):
+        with pytest.raises(ClientFault, match="could reveal the site's gain: repeat the fits with another seed"):
             ask(tau_squared)
     with pytest.raises(ClientFault, match="another variance between sites"):
         ask(-0.5, seeds=[4])
@@ -313,7 +313,7 @@ def test_a_site_answers_for_one_variance_between_sites():
     ask(0.25, 0.5, models=["fedavg", "fedprox", "local"])  # another method joins the study
     with pytest.raises(ClientFault, match="another variance between sites"):
         ask(0.5, 0.5, models=["fedavg", "fedprox", "local"])
-    with pytest.raises(ClientFault, match="a wrong name for the sum"):
+    with pytest.raises(ClientFault, match="the sum is over another metric or other seeds"):
         _check_sum(content, plan | {"sum": "t", "tau_squared": [0.0]})
 
 

@@ -441,7 +441,7 @@ def test_mistakes_end_before_the_training(out, capsys, tmp_path):
     no_test = ("--", "--data.has_test", "false")
     assert "Expected test data for every client" in refused(capsys, *fedavg, *no_test)
     secure = "[{class_path: MaxSamples, init_args: {most: 100}}, {class_path: SecureSum, init_args: {clip: 10.0}}]"
-    assert "visible client models" in refused(capsys, *fedavg, "--", f"--trainer.steps={secure}")
+    assert "needs the model of each client" in refused(capsys, *fedavg, "--", f"--trainer.steps={secure}")
     (tmp_path / "recipe.yaml").write_text(
         f"{RECIPE}    - {{class_path: EarlyStopping, init_args: {{monitor: val_acc}}}}\n"
     )

@@ -1,8 +1,7 @@
-"""Maximum mean discrepancy: a distance between the distributions of two feature samples.
+"""Maximum mean discrepancy, a distance between the distributions of two feature samples.
 
-Gretton et al., "A Kernel Two-Sample Test", JMLR 2012, equations 3 (unbiased) and 5 (biased). Michieli, Toldo and Ozay
-(FedMargin, IEEE Internet of Things Journal 2022) compare a federated model's features with a centrally trained model's
-features. Distances are computed in float64, in blocks, so memory is not quadratic in the number of samples.
+Gretton et al., "A Kernel Two-Sample Test", JMLR 2012, equations 3 (unbiased) and 5 (biased). Used by Michieli, Toldo
+and Ozay (FedMargin, IEEE Internet of Things Journal 2022), to compare a federated with a centrally trained model.
 """
 
 from __future__ import annotations
@@ -33,7 +32,9 @@ def maximum_mean_discrepancy(
     estimator: Estimator = "biased",
     squared: bool = False,
 ) -> Tensor:
-    r"""Computes the maximum mean discrepancy with a Gaussian kernel, a float64 scalar.
+    r"""Computes the maximum mean discrepancy (MMD) with a Gaussian kernel, a float64 scalar.
+
+    For samples :math:`x_1, \dots, x_m` and :math:`y_1, \dots, y_n`, and a bandwidth :math:`\sigma`,
 
     .. math:: k(a, b) = e^{-\lVert a - b \rVert^2 / (2 \sigma^2)}
 
@@ -43,8 +44,7 @@ def maximum_mean_discrepancy(
     .. math:: \text{unbiased: } \mathrm{MMD}^2 = \frac{1}{m (m - 1)} \sum_{i \ne j} k(x_i, x_j)
         + \frac{1}{n (n - 1)} \sum_{i \ne j} k(y_i, y_j) - \frac{2}{m n} \sum_{i,j} k(x_i, y_j)
 
-    The kernel and bandwidth are our choice, because the available text of FedMargin has no equations. Time is
-    proportional to :math:`(m + n)^2 d`, but memory is not.
+    The kernel and bandwidth are our choice. Time is proportional to :math:`(m + n)^2 d`, but memory is not.
 
     Args:
         features: Samples :math:`x`, shape ``(m, d)``; any floating-point type.
@@ -98,8 +98,7 @@ def classwise_maximum_mean_discrepancy(
 ) -> Tensor:
     """Computes the maximum mean discrepancy within every class, shape ``(C,)``, float64.
 
-    The bandwidth is computed from all samples and shared by all classes. The result is NaN for a class with too few
-    samples in a set (none, or fewer than two for the unbiased estimator).
+    All classes share one bandwidth, computed from all samples. The result is NaN for a class with too few samples.
 
     Args:
         features: Samples, shape ``(m, d)``.

@@ -1,4 +1,4 @@
-"""Pairwise Euclidean distances by matrix multiplication, in blocks."""
+"""Pairwise Euclidean distances, computed in blocks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def blocks_of(samples: Tensor) -> tuple[Tensor, ...]:
 
 
 def center(samples: Tensor) -> Tensor:
-    """Mean of samples, shape ``(n, d)``, in float64."""
+    """Mean over samples of shape ``(n, d)``, in float64."""
     return torch.stack([to_float64(chunk).sum(0) for chunk in blocks_of(samples)]).sum(0) / len(samples)
 
 
 def squared_distances(samples: Tensor, references: Tensor, shift: Tensor) -> Tensor:
-    """Squared Euclidean distances, float64, shape ``(m, n)``, between rows of matrices ``(m, d)`` and ``(n, d)``.
+    """Computes squared distances, shape ``(m, n)``, between rows of ``samples`` and ``references``.
 
-    Distances below the rounding error are set to 0, so duplicates have distance 0. ``shift``, such as the mean, is
-    subtracted from all samples and references, because rounding errors are smallest near 0.
+    ``shift``, such as the mean, is subtracted from all rows, because rounding errors are smallest near 0. Distances
+    below the rounding error are set to 0.
 
     Example:
         >>> squared_distances(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]]), torch.zeros(2).double())

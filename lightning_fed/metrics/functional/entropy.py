@@ -1,4 +1,4 @@
-"""Entropy maps: the model's uncertainty about the class, and the entropy over feature channels, for each pixel.
+"""Entropy of class probabilities and of feature channels, for each pixel.
 
 Shannon, "A Mathematical Theory of Communication", 1948, as used in FedMargin. Logarithms are natural, and 0 ln 0 is 0.
 """
@@ -39,7 +39,7 @@ def shannon_entropy(probabilities: Tensor, dim: int = -1, *, normalize: bool = F
 
 
 def softmax_entropy(logits: Tensor, *, normalize: bool = False) -> Tensor:
-    r"""Computes the entropy of the class probabilities at every pixel, shape ``(N, *size)``: low for a confident model.
+    r"""Computes the entropy of the class probabilities at every pixel, shape ``(N, *size)``.
 
     .. math:: H(u) = -\sum_c \pi_c(u) \ln \pi_c(u), \qquad \pi(u) = \mathrm{softmax}(\text{logits at } u)
 
@@ -61,9 +61,9 @@ def softmax_entropy(logits: Tensor, *, normalize: bool = False) -> Tensor:
 def feature_entropy(
     features: Tensor, *, activation: Activation = "relu", normalize: bool = False, size: Sequence[int] | None = None
 ) -> Tensor:
-    r"""Computes the entropy over channels at every pixel, shape ``(N, *size)``: high with many active channels.
+    r"""Computes the entropy over feature channels at every pixel, shape ``(N, *size)``.
 
-    Each feature is divided by the sum over channels:
+    Each feature :math:`f_c` is divided by the sum over channels. Many active channels give a high entropy.
 
     .. math:: H_f(u) = -\sum_c q_c(u) \ln q_c(u), \qquad q_c(u) = \frac{f_c(u)}{\sum_{c'} f_{c'}(u)}
 
@@ -77,7 +77,7 @@ def feature_entropy(
         size: Height and width for bilinear resizing of maps with shape ``(N, d, H, W)`` (corners not aligned).
 
     Raises:
-        ValueError: If ``activation`` is unknown, channels are fewer than two, or features with ``size`` are not maps.
+        ValueError: If ``activation`` is unknown, or the features have an invalid shape.
 
     Example:
         >>> feature_entropy(torch.tensor([[2.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]), normalize=True)

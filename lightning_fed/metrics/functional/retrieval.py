@@ -1,8 +1,8 @@
-"""Retrieval metrics: precision among an image's nearest neighbours. Images of the same class are relevant.
+"""Retrieval metrics: precision among an image's nearest neighbours.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), equation 9: MAP@R with a fixed R. With
 R equal to the number of other images in the class, the metric equals MAP@R in Musgrave, Belongie and Lim, "A Metric
-Learning Reality Check", ECCV 2020, section 3.2. Neighbours are searched in blocks, to save memory.
+Learning Reality Check", ECCV 2020, section 3.2.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def mean_average_precision_at_r(
     *,
     metric: RetrievalMetric = "cosine",
 ) -> Tensor:
-    r"""MAP@R: mean fraction of images with the query's class among the R nearest images; near images weigh more.
+    r"""Computes MAP@R, the mean average precision among each image's R nearest neighbours.
 
     .. math:: \mathrm{MAP@R} = \frac{1}{Q} \sum_q \frac{1}{R} \sum_{i=1}^{R} \mathrm{rel}_i
         \frac{\sum_{j \le i} \mathrm{rel}_j}{i}
 
-    with :math:`\mathrm{rel}_i` = 1 if the i-th nearest image has the query's class. Every image is a query once, and is
-    excluded from its own neighbours. With a fixed R, a perfect model reaches 1 only if every class has more than R
-    images: with five images per class, MAP@10 is at most 0.4.
+    with :math:`Q` queries, and :math:`\mathrm{rel}_i` = 1 if the i-th nearest image has the query's class, otherwise 0.
+    Every image is a query among all other images. With a fixed R, a perfect model reaches 1 only if every class has
+    more than R images.
 
     Among equally distant images, images of other classes are ranked first, so a model with constant output gets score
     0. The result is NaN if an embedding is not finite, or every query is skipped.
@@ -46,8 +46,8 @@ def mean_average_precision_at_r(
     Args:
         embeddings: Query embeddings, shape ``(n, d)``.
         labels: Classes, shape ``(n,)``, integers.
-        r: Number R, at least 1, equal for all queries as in FedSS (missing neighbours are irrelevant), or "relevant"
-            for the number of other images in the query's class (a query without such images is skipped).
+        r: Number R of neighbours, at least 1. With "relevant", R is the number of other images in the query's class,
+            and a query without such images is skipped.
         metric: Distance for the nearest neighbours: angle, or Euclidean distance.
 
     Raises:
@@ -93,7 +93,7 @@ def check_r(r: int | Literal["relevant"]) -> None:
 
 
 def _find_hits(embeddings: Tensor, labels: Tensor, metric: RetrievalMetric, k: int) -> Iterator[Tensor]:
-    """Yields, for blocks of images, masks of the k nearest other images: true for an image of the same class."""
+    """Yields for each block of images whether each of the k nearest other images has the same class."""
     # The mean removes a common offset, which would reduce precision.
     shift = center(embeddings if metric == "euclidean" else torch.zeros_like(embeddings[:1]))
 
