@@ -1,4 +1,4 @@
-"""Federated training for PyTorch Lightning: one callback, one Trainer, one epoch per round."""
+"""Federated training for PyTorch Lightning."""
 
 from lightning_fed import console as _console  # noqa: F401 - shows the log from now on
 from lightning_fed.lazy_names import attach_names as _attach_names  # also unites Lightning's two package names

@@ -23,8 +23,8 @@ class MaxNorm(UpdateStep):
 
     .. math:: u_k \leftarrow u_k \min\left(1, \frac{C}{\lVert u_k \rVert}\right)
 
-    With secure aggregation, clients clip the updates, and the server cannot verify the clipping. Logs the number of
-    clipped updates as ``fed/shortened``.
+    Here :math:`u_k` is the update of client k. With secure aggregation, clients clip the updates, and the server cannot
+    verify the clipping. Logs the number of clipped updates as ``fed/shortened``.
 
     Args:
         bound: Maximum norm C, greater than 0.
@@ -51,10 +51,10 @@ class MaxNorm(UpdateStep):
 
 
 class MaxMedianNorm(CollectingStep):
-    """Clips client updates to a multiple of the round's median norm (the lower median for an even number of clients).
+    """Clips client updates to a multiple of the round's median norm.
 
-    If the median is 0, updates are not clipped. The server stores all updates until the round is complete. Logs the
-    number of clipped updates as ``fed/shortened``.
+    For an even number of clients, the lower median is used. If the median is 0, updates are not clipped. The server
+    stores all updates until the round is complete. Logs the number of clipped updates as ``fed/shortened``.
 
     Args:
         multiple: Factor for the median norm, greater than 0.
@@ -101,7 +101,7 @@ def _shortened(
 
 
 def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
-    """Refuses models with sliced entries (clients receive only some rows), because ``step`` needs whole entries."""
+    """Raises an error if clients receive only some rows of an entry, because ``step`` needs whole entries."""
     if info.sliced:
         raise OptionError(
             f"Expected no `{type(step).__name__}` if clients hold only some rows of {sorted(info.sliced)}, because the "

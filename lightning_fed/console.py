@@ -1,4 +1,4 @@
-"""Shows the log on the console by default, and formats names, Markdown tables and the numbers of rounds."""
+"""Shows the log on the console, and formats names and tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOGGER = logging.getLogger("lightning_fed")
 
 
 class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes log lines to the console, unless the root logger has handlers that would write the lines again."""
+    """Writes log lines to the console, unless the root logger already writes the lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -26,15 +26,15 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def round_number(round: int) -> int:
-    """One-based round number for log lines, tables, titles and file names.
+    """Converts a round's index to the number shown to users, which starts at 1.
 
-    Messages, checkpoints, arguments and the logged ``epoch`` count rounds from 0, like Lightning's epochs.
+    Elsewhere rounds count from 0, like Lightning's epochs.
     """
     return round + 1
 
 
 def list_first(names: Sequence[object]) -> str:
-    """Lists the first five names in a sequence, and the number of further names.
+    """Formats the first five names, and the number of further names.
 
     Example:
         >>> list_first("abcdefg")
@@ -45,7 +45,7 @@ def list_first(names: Sequence[object]) -> str:
 
 
 def markdown_table(rows: Sequence[Sequence[str]], alignment: str = "---") -> str:
-    """Formats a Markdown table from header and rows. Vertical bars in cells are replaced by slashes.
+    """Formats rows as a Markdown table. The first row is the header.
 
     Example:
         >>> print(markdown_table([["client", "loss"], ["a", "0.5"]]))
@@ -58,10 +58,7 @@ def markdown_table(rows: Sequence[Sequence[str]], alignment: str = "---") -> str
 
 
 def show_log() -> None:
-    """Shows the package's log on the console, from level ``INFO``, unless the program configured the logger.
-
-    ``logging.getLogger("lightning_fed").setLevel(logging.WARNING)`` restricts the log to warnings.
-    """
+    """Shows the package's log on the console from level ``INFO``, unless the program configured the logger."""
     if LOGGER.level == logging.NOTSET:
         LOGGER.setLevel(logging.INFO)
     if not LOGGER.handlers:

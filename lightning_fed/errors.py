@@ -10,7 +10,7 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 class OptionError(ValueError):
-    """Raised for an option that does not fit the data or the model. The command line prints only the message."""
+    """Raised for an option that does not fit the data or the model."""
 
 
 class BadUpdate(ValueError):
@@ -26,9 +26,9 @@ class BadUpdate(ValueError):
 
 
 class BadUpdates(ValueError):
-    """Raised if updates are found invalid after all clients have trained. ``reasons`` maps client names to reasons.
+    """Raised if updates are found invalid after all clients have trained.
 
-    A key other than a client's name, such as ``"sum"`` after a secure sum, refers to all clients in the round.
+    ``reasons`` maps client names to reasons. The key ``"sum"`` of a secure sum stands for all clients in the round.
     """
 
     def __init__(self, reasons: Mapping[str | int, str]) -> None:
@@ -52,7 +52,7 @@ class ClientFault(Exception):
 
 
 class VisitTimeout(Exception):
-    """Raised if a client's training in a round takes longer than ``visit_timeout`` seconds. Excludes the client."""
+    """Raised if a client's training in a round takes longer than ``visit_timeout`` seconds."""
 
 
 def describe(error: BaseException) -> str:
@@ -62,6 +62,7 @@ def describe(error: BaseException) -> str:
 
 
 def without_frames(error: _Error) -> _Error:
-    """Replaces an exception's traceback by a text note, because a traceback keeps local variables alive."""
+    """Replaces an exception's traceback by a text note."""
+    # A traceback keeps local variables alive.
     error.add_note("".join(traceback.format_exception(error)))
     return error.with_traceback(None)

@@ -1,4 +1,4 @@
-"""Base class of callbacks in a federation, with hooks on the client side and the server side."""
+"""Base classes of callbacks with hooks for federated rounds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ VISIT_HOOKS = (
 
 
 class TrainerCallback(L.Callback):
-    """Base class of callbacks that only work in a Trainer. Refuses ``Fabric``, which never calls the hooks of a fit."""
+    """Base class of callbacks that work only in a Trainer, not in ``Fabric``."""
 
     def on_after_setup(self) -> None:
-        """Refuses Fabric. Only Fabric calls this hook, after its ``setup``."""
+        """Raises an error, because only ``Fabric`` calls this hook."""
         raise MisconfigurationException(
             f"Expected `{type(self).__name__}` in the callbacks of a `Trainer`, but got it in the callbacks of "
             "`Fabric`, which would train without a federation: use `lightning_fed.FederatedTrainer`."
@@ -35,7 +35,7 @@ class TrainerCallback(L.Callback):
 
 
 class RevertingCallback(L.Callback):
-    """Base class of callbacks that undo changes (method ``revert``) after the end of a fit and after an exception."""
+    """Base class of callbacks that undo changes after a fit, also after an exception."""
 
     def revert(self) -> None:
         """Reverts this callback's changes to the user's objects. A second call must change nothing."""
@@ -48,16 +48,15 @@ class RevertingCallback(L.Callback):
 
 
 class FederatedCallback(TrainerCallback):
-    """A Lightning callback with additional hooks for rounds and visits (a client's training in a round).
+    """A Lightning callback with additional hooks for federated rounds.
 
-    :class:`~lightning_fed.callbacks.Federation` calls the hooks. Before the first visit: :meth:`on_server_round_start`.
-    In a visit: :meth:`on_client_request`, :meth:`on_server_send`, :meth:`on_client_receive`, :meth:`on_client_start`,
-    for each batch :meth:`on_client_batch` and Lightning's hooks, :meth:`on_client_end`, :meth:`on_server_receive`,
-    :meth:`on_client_visit_end`. After the last visit: :meth:`on_server_aggregate` and :meth:`on_server_round_end`.
-    Outside visits: :meth:`on_model_loaded`. Messages include the changes made by hooks.
+    A round starts with :meth:`on_server_round_start`. For each client follow :meth:`on_client_request`,
+    :meth:`on_server_send`, :meth:`on_client_receive`, :meth:`on_client_start`, then for each batch
+    :meth:`on_client_batch` and Lightning's hooks, then :meth:`on_client_end`, :meth:`on_server_receive` and
+    :meth:`on_client_visit_end`. The round ends with :meth:`on_server_aggregate` and :meth:`on_server_round_end`.
 
-    Implement clipping, weights, encoding, masks and noise as an update step (:mod:`lightning_fed.steps`). Some features
-    read attributes of a callback, see the `guide <https://lightning-fed.github.io/lightning-fed/guides/hooks/>`_.
+    Implement clipping, weights, encoding, masks and noise as an update step (:mod:`lightning_fed.steps`). See also the
+    `guide <https://lightning-fed.github.io/lightning-fed/guides/hooks/>`_.
 
     Example:
         >>> class Drift(FederatedCallback):
@@ -69,79 +68,76 @@ class FederatedCallback(TrainerCallback):
     """
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Server side, before clients train. The module contains the global model, which the hook must not change."""
+        """Called on the server before clients train. The hook must not change the module."""
 
     def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
-        """Names of sliced entries: tables of which clients receive only the requested rows. Called once per fit."""
+        """Names of the parameters of which clients request only some rows. Called once per fit."""
         return ()
 
     def on_client_request(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
     ) -> None:
-        """Client side, before the broadcast: may request only some rows of parameters, and add tensors to the request.
+        """Called on the client before the broadcast. May request only some rows of parameters, and add tensors.
 
-        The module contains the global model. The values that this client's callbacks stored in earlier rounds are
-        available. Parameters without requested rows are sent completely. Extra tensors are passed to the rule's
-        :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`. If the hook raises :class:`ClientFault`, the
-        client is excluded from the round.
+        The module contains the global model. Extra tensors are passed to the rule's
+        :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`. Raising :class:`ClientFault` excludes the
+        client.
         """
 
     def on_server_send(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Server side, before the broadcast to a client is sent: may replace entries for this client.
+        """Called on the server before a client receives the broadcast. May replace tensors for this client.
 
-        All clients' messages share the tensors. Replace a tensor instead of writing into the tensor's memory.
+        All clients' messages share the tensors, so do not change a tensor in place.
         """
 
     def on_client_receive(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Client side, before the module loads the broadcast: may decode tensors encoded in :meth:`on_server_send`.
+        """Called on the client before the module loads the broadcast. May decode the tensors.
 
-        Afterwards ``broadcast.state`` must contain all shared entries. Raising :class:`ClientFault` excludes the
-        client.
+        Then ``broadcast.state`` must contain all shared tensors. Raising :class:`ClientFault` excludes the client.
         """
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Client side, after the module has loaded the broadcast, before the first training batch in the round."""
+        """Called on the client after the module has loaded the broadcast, before training."""
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Client side, before a training step: returns the batch for ``training_step``.
+        """Called on the client before a training step. Returns the batch for ``training_step``.
 
-        Lightning's hooks receive the unchanged ``batch``. Raising :class:`ClientFault`, for example because of invalid
-        data, excludes the client.
+        Lightning's hooks receive the unchanged ``batch``. Raising :class:`ClientFault` excludes the client.
         """
         return batch
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> Iterator[None] | None:
-        """Client side, after the last batch: may add extra tensors and metrics to the update, but not change weights.
+        """Called on the client after the last batch. May add tensors and metrics to the update.
 
-        To train a second model on the client's remaining batches, implement the hook as a generator: at every ``yield``
-        the Trainer runs one training step (example: :class:`~lightning_fed.callbacks.PersonalModel`).
+        The hook must not change weights. To train a second model on the client's remaining batches, implement the hook
+        as a generator. At every ``yield`` the Trainer runs one training step, as in
+        :class:`~lightning_fed.callbacks.PersonalModel`.
 
         Raising :class:`ClientFault` excludes the client.
         """
         return None
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Server side, before the update is checked: may decode tensors encoded in :meth:`on_client_end`."""
+        """Called on the server before the update is checked. May decode tensors."""
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Client side, after training (also after a failure): may revert the callback's changes to the module."""
+        """Called on the client after training, also after a failure. May revert changes to the module."""
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None] | None:
         """Exchanges values between processes that train different clients, before :meth:`on_server_aggregate`.
 
-        The hook is required if :meth:`on_server_aggregate` uses data collected in :meth:`on_server_receive`, because a
-        process receives only the updates from its own clients. If the data are a dictionary by client in one attribute,
-        set ``shared_attribute`` to the attribute's name instead. Otherwise implement the hook as a generator:
-        ``values = yield value`` sends this process's value (tensors, numbers and plain containers), and returns the
-        values of all processes in rank order.
+        The hook is needed if :meth:`on_server_aggregate` uses data from :meth:`on_server_receive`, because a process
+        receives only its own clients' updates. Implement the hook as a generator. ``values = yield value`` sends this
+        process's value, and returns the values of all processes in rank order. For one dictionary by client, it is
+        enough to set ``shared_attribute`` to the attribute's name.
 
         Example:
             >>> class Sizes(FederatedCallback):
@@ -154,23 +150,23 @@ class FederatedCallback(TrainerCallback):
         return None
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Server side, before the module loads the new global values of shared entries: may change the values.
+        """Called on the server before the module loads the new global model. May change ``state``.
 
-        If the rule computes no new model in this round, the values are copies of the old values, and changes are lost.
+        If the round computes no new model, changes are lost.
         """
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Server side, after the round. The module contains the global model.
+        """Called on the server after the round, also if interrupted. The module contains the global model.
 
-        ``is_new`` is true if the round computed a new model. The hook is also called after an interrupted round.
+        ``is_new`` is true if the round computed a new model.
         """
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Called after loading a client's model (if ``None``, the global model), outside local training."""
+        """Called after a client's model is loaded outside training. ``None`` stands for the global model."""
 
 
 class AskableCallback(FederatedCallback, ABC):
-    """Base class of callbacks that answer the server's questions on each client, outside training.
+    """Base class of callbacks that answer questions from the server on each client, outside training.
 
     :meth:`Federation.ask <lightning_fed.Federation.ask>` sends a question and a model, for example for an evaluation.
     """
@@ -179,9 +175,9 @@ class AskableCallback(FederatedCallback, ABC):
     def on_client_question(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, question: Mapping[str, Any]
     ) -> ClientUpdate:
-        """Client side: computes a client's answer to ``question``; ``module`` contains the model for this client.
+        """Computes a client's answer to ``question``. The module contains the model for this client.
 
-        Afterwards changes to the module are reverted. Raises :class:`ClientFault` if the client has no answer.
+        Changes to the module are reverted afterwards. Raises :class:`ClientFault` if the client has no answer.
         """
 
 

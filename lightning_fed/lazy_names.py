@@ -1,4 +1,4 @@
-"""Helps with imports: loads names at first use, finds optional features, and unites Lightning's two packages."""
+"""Loads names at first use, finds optional features, and unites Lightning's two packages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load_feature(module: str) -> ModuleType:
 
 
 def find_feature(module: str) -> ModuleType | None:
-    """Imports the module of a feature that a fit can omit. If the import fails, logs a warning and returns ``None``."""
+    """Imports an optional feature. If the import fails, logs a warning and returns ``None``."""
     try:
         return load_feature(module)
     except ModuleNotFoundError as error:
@@ -46,10 +46,10 @@ def find_feature(module: str) -> ModuleType | None:
 
 
 def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Creates ``__getattr__``, ``__dir__`` and ``__all__`` for a package, to import each public name at first access.
+    """Creates ``__getattr__``, ``__dir__`` and ``__all__`` of a package with imports at first access.
 
-    ``package`` is the package's ``__name__``, ``door`` the path ``__file__`` of ``__init__.py``. The stub
-    ``__init__.pyi`` lists the public names in the form ``from x import y as y``; imports without ``as`` are ignored.
+    ``package`` is the package's ``__name__``, and ``door`` is the path of ``__init__.py``. The stub ``__init__.pyi``
+    lists the public names as ``from x import y as y``. Imports without ``as`` are ignored.
     """
     sources: dict[str, tuple[str, bool]] = {}  # maps a name to its module, and whether the name is a submodule
     for statement in ast.parse(Path(door).with_suffix(".pyi").read_text(encoding="utf-8")).body:
@@ -71,10 +71,10 @@ def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callabl
 
 
 def unite_names() -> None:
-    """Makes the names ``lightning.pytorch`` and ``pytorch_lightning`` refer to one package, the package imported first.
+    """Makes ``lightning.pytorch`` and ``pytorch_lightning`` refer to the package that is imported first.
 
-    Both packages contain the same code, but each Trainer rejects modules, datamodules and callbacks from the other
-    package. The function does nothing if both packages are already imported, or have different versions.
+    Both packages contain the same code, but a Trainer rejects modules and callbacks from the other package. The
+    function does nothing if both packages are already imported, or have different versions.
     """
     if installed_version("lightning") != installed_version("pytorch-lightning"):
         return
@@ -88,7 +88,7 @@ def unite_names() -> None:
 
 
 def refuse_foreign(*objects: Any) -> None:
-    """Raises ``TypeError`` for an object from ``pytorch_lightning``, a second copy of Lightning's classes."""
+    """Raises ``TypeError`` for objects whose class is from ``pytorch_lightning`` instead of ``lightning``."""
     for value in objects:
         for base in type(value).__mro__:
             if base.__module__.partition(".")[0] == "pytorch_lightning" and not _is_one():
@@ -100,7 +100,7 @@ def refuse_foreign(*objects: Any) -> None:
 
 @cache
 def warn_of_two() -> None:
-    """Warns once if ``lightning.pytorch`` and ``pytorch_lightning`` are imported, whose classes are incompatible."""
+    """Warns once if the incompatible packages ``lightning`` and ``pytorch_lightning`` are both imported."""
     if "pytorch_lightning" in sys.modules and not _is_one():
         _log.warning(
             "Both `lightning` and `pytorch_lightning` are imported: two packages with the same code. `Federation` needs"
@@ -130,7 +130,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Import hook: if one of Lightning's two packages is imported, an import of the other returns the same module."""
+    """Import hook that returns the imported one of Lightning's two packages under both names."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names

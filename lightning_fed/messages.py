@@ -1,11 +1,9 @@
 """The three messages between server and client, with flat dictionaries of tensors.
 
-The server sends a :class:`Broadcast`, the client answers with a :class:`ClientUpdate`. A client may first send a
-:class:`Request`, to exchange only some rows of a large weight (the last layer's classes, an embedding's words), or to
-send extra tensors to the aggregation rule.
+The server sends a :class:`Broadcast`, and the client answers with a :class:`ClientUpdate`. A client may first send a
+:class:`Request`, to exchange only some rows of a large weight, or to send extra tensors to the aggregation rule.
 
-Untrained entries (parameters without gradient, constant buffers) are not sent if the receiver already has the values:
-``unsent`` contains their names, and the receiver adds the values.
+Untrained entries are not sent if the receiver already has the values. ``unsent`` contains their names.
 """
 
 from __future__ import annotations
@@ -30,7 +28,8 @@ MOST_SAMPLES = 10**12  # larger reported numbers of examples are rejected
 
 
 def plain_keys(clients: Iterable[Client]) -> list[Client]:
-    """Converts client names to Python strings and integers: NumPy scalars do not load with ``weights_only=True``."""
+    """Converts client names to Python strings and integers, for example from NumPy scalars."""
+    # NumPy scalars do not load with `weights_only=True`.
     return [str(client) if isinstance(client, str) else int(client) for client in clients]
 
 
@@ -40,7 +39,7 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def file_name(client: Client) -> str:
-    """Converts a client's name (with any characters) or number to a safe file name."""
+    """Converts a client's name or number to a safe file name."""
     return hashlib.sha256(json.dumps(client).encode()).hexdigest()[:32]
 
 
@@ -56,7 +55,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> State:
-    """Returns the dictionary without tensors that equal an earlier tensor in the dictionary.
+    """Removes tensors equal to an earlier tensor in the dictionary.
 
     Example:
         >>> import torch
@@ -87,13 +86,12 @@ def _is_equal(left: Tensor, right: Tensor) -> bool:
 
 @dataclass
 class Request:
-    """Message from a client to the server before training: requests the global model.
+    """Request for the global model, sent by a client before training.
 
     Args:
         client: The client's name or number.
-        rows: Indices of requested rows by entry (name in the ``state_dict``): int64, shape (rows,). The indices are
-            strictly increasing, so the order reveals nothing about the client. If several entries have equal indices,
-            such as a layer's weight and bias, the indices are sent once.
+        rows: Requested row indices by entry name: int64, shape (rows,), strictly increasing. Equal indices for several
+            entries, such as a layer's weight and bias, are sent once.
         extras: Additional tensors for :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
     """
 
@@ -107,11 +105,12 @@ class Broadcast:
     """Message from the server to one client before the client's training in a round.
 
     Args:
-        round: Index, from 0, of the round that starts from the sent model (asynchronous: possibly an earlier round).
+        round: Index, from 0, of the round with the sent model as start. Asynchronous training may send an earlier
+            round.
         state: Parameters and buffers for the client's initial model.
-        extras: Further tensors from the federated method (control variates, ...).
-        rows: Row indices of the entries in ``state`` with only some rows, copied from the client's :class:`Request`.
-        unsent: Names of entries in ``state`` already on the client. These entries are not sent. Set by the server.
+        extras: Further tensors from the federated method, such as control variates.
+        rows: Row indices for entries in ``state`` with only some rows, copied from the client's :class:`Request`.
+        unsent: Names of entries in ``state`` not sent because the client already has the values. Set by the server.
     """
 
     round: int
@@ -129,13 +128,13 @@ class ClientUpdate:
         client: The client's name or number.
         num_samples: Number of local examples: the client's weight in an average.
         state: Values of parameters and buffers after the training (not differences).
-        extras: Further tensors from the federated method (prototypes, statistics, ...).
+        extras: Further tensors from the federated method, such as prototypes.
         metrics: Numbers to log.
         rows: Row indices of entries in ``state`` with only some rows. The server sets these to the rows in the
-            broadcast, so that a client cannot write to other rows.
+            broadcast.
         unsent: Names of untrained entries in ``state`` that equal the broadcast and are not sent. These tensors belong
-            to the broadcast: replace a tensor instead of writing into the tensor's memory.
-        members: The clients in the sum, if the update is a sum created by an update step on the server.
+            to the broadcast, and must not be changed in place.
+        members: The clients in the sum, if an update step on the server created the update as a sum.
     """
 
     client: Client
@@ -149,23 +148,23 @@ class ClientUpdate:
 
     @property
     def clients(self) -> tuple[Client, ...]:
-        """Clients whose training is contained in this update: several for a summed update, otherwise one."""
+        """Clients in this update: several for a summed update, otherwise one."""
         return self.members or (self.client,)
 
 
 def sent_entries(message: Broadcast | ClientUpdate) -> State:
-    """The entries to transmit: ``state`` without ``unsent``."""
+    """Entries of ``state`` that are sent."""
     return {name: value for name, value in message.state.items() if name not in message.unsent}
 
 
 def message_bytes(message: Request | Broadcast | ClientUpdate) -> int:
-    """Size in bytes of the tensors sent by a message. Entries of a request with equal row indices count once."""
+    """Size in bytes of a message's tensors. Row indices shared by several entries count once."""
     entries = distinct(message.rows) if isinstance(message, Request) else sent_entries(message)
     return tensor_bytes(entries) + tensor_bytes(message.extras)
 
 
 def find_bad_count(num_samples: object) -> str | None:
-    """Describes why ``num_samples`` is invalid; returns ``None`` for a valid number."""
+    """Describes why ``num_samples`` is invalid. Returns ``None`` for a valid number."""
     is_whole = isinstance(num_samples, numbers.Integral) and not isinstance(num_samples, bool)
     if is_whole and 1 <= num_samples <= MOST_SAMPLES:  # type: ignore[operator]
         return None

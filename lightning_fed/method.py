@@ -1,4 +1,4 @@
-"""Federated methods: an aggregation rule, steps that change updates, callbacks and settings under one name."""
+"""Federated methods: an aggregation rule with update steps, callbacks and settings."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from lightning_fed.steps.update_step import UpdateStep
 
 
 class Method:
-    """A server-side rule with update steps, callbacks and settings of a federation.
+    """A federated method: an aggregation rule with update steps, callbacks and settings.
 
     An :class:`~lightning_fed.Aggregator` is also a federated method, without update steps and settings.
-    :func:`register` sets the callbacks of such a method.
 
     Args:
         aggregator: The server-side rule, or a method to extend, by name or as an object.
-        callbacks: Callbacks added to the Trainer before the rule's callbacks, unless the Trainer has a callback with
-            the same class.
+        callbacks: Callbacks added to the Trainer before the rule's callbacks. A callback is not added if the Trainer
+            has a callback of this class.
         steps: Update steps, in order of execution on the client. The federation's update steps follow these steps.
         settings: Arguments of :class:`~lightning_fed.Federation`: ``local_epochs``, ``local_steps``, ``personal``,
             ``frozen``, ``batch_norm`` and ``optimizer_state``.
@@ -75,7 +74,7 @@ _MethodType = TypeVar("_MethodType", bound=type[Method] | type[Aggregator])
 
 
 def register(method: _MethodType | None = None, *, callbacks: Callable[[Any], Sequence[Callback]] | None = None) -> Any:
-    """Decorator, with or without arguments, that registers a federated method under the class name in lower case.
+    """Decorator that registers a federated method under the class name in lower case.
 
     Args:
         method: A subclass of :class:`Method` or :class:`~lightning_fed.Aggregator`. The arguments of ``__init__`` are
@@ -102,9 +101,9 @@ def method_names() -> list[str]:
 
 
 def find_method(name: str) -> type[Method] | type[Aggregator]:
-    """Finds a federated method's class by name, in any case, with or without underscores (``"trimmed_mean"``).
+    """Finds a federated method's class by name, such as ``"trimmed_mean"`` or ``"TrimmedMean"``.
 
-    An unregistered class is named by its import path (``"my_project.FedMine"``). An unknown name raises ``ValueError``.
+    An unregistered class is found by its import path (``"my_project.FedMine"``). An unknown name raises ``ValueError``.
     """
     module, _, attribute = name.rpartition(".")
     if not module and method_key(name) not in METHODS:
@@ -123,7 +122,7 @@ def find_method(name: str) -> type[Method] | type[Aggregator]:
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Parses a federated method from a text ``name[:option=value[:option=value...]]``, with YAML values.
+    """Parses a text such as ``name:option=value:option=value`` with YAML values.
 
     Example:
         >>> parse_method("fedprox:mu=1e-2")
@@ -142,10 +141,10 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
-    """Builds a federated method from a name and options, or from a rule. A method object is returned unchanged.
+    """Builds a federated method from a name and options, or from an aggregation rule.
 
     The name may include options (``"fedss:num_negatives=40"``). ``options`` are arguments of the method or of a
-    callback. A rule is an :class:`Aggregator`.
+    callback. A method object is returned unchanged.
 
     Raises:
         ValueError: If the name or an option is unknown, or an option without a default is missing.
@@ -168,7 +167,7 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
 
 
 def list_options(method: type | Callback) -> dict[str, Any]:
-    """Maps a method's or callback's options to defaults (``inspect.Parameter.empty`` for options without a default)."""
+    """Maps the options of a method or callback to defaults; ``inspect.Parameter.empty`` means no default."""
     kind = method if isinstance(method, type) else type(method)
     parameters = inspect.signature(kind).parameters.values()
     return {option.name: option.default for option in parameters if option.kind is not option.POSITIONAL_ONLY}
@@ -202,7 +201,7 @@ def _with_options(callback: Callback, options: Mapping[str, Any]) -> Callback:
 
 
 def method_key(name: str) -> str:
-    """Converts a method's name to a form for comparisons: lower case, without underscores."""
+    """Converts a method's name to lower case without underscores."""
     return name.lower().replace("_", "")
 
 

@@ -96,7 +96,7 @@ class RoundSynchronisation(ABC):
     def join(self, state: State, optimizers: Any, cohort: Any, is_cut: bool = False) -> None:
         """Merges the updates and reports of all processes, after all processes have trained the round's clients.
 
-        If ``is_cut`` (the fit ended in this process before the round's last client), all processes raise an error.
+        With ``is_cut`` the fit ended in this process before the round's last client, and all processes raise an error.
         """
 
     @abstractmethod
@@ -214,7 +214,10 @@ class _Form(NamedTuple):
 
 
 def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]:
-    """Pickles an object without its tensors. Returns the bytes, and all tensors except ``known`` (the receiver's).
+    """Pickles an object without its tensors. Returns the bytes and the tensors.
+
+    Tensors in ``known`` are not returned, because the receiving process already has equal tensors. A tensor used twice
+    is returned once.
 
     Example:
         >>> w = torch.ones(2)
@@ -242,7 +245,7 @@ def unpack(rest: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = ())
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles each tensor as an index: into ``known`` if the tensor is known, or into the list ``tensors``."""
+    """Replaces each tensor by an index into ``known`` or into ``tensors``, a list with all other tensors."""
 
     def __init__(self, file: io.BytesIO, known: Sequence[Tensor]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

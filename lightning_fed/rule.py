@@ -1,4 +1,4 @@
-"""Aggregation rules: interface (from a round's updates to the new global state), and rules for averages."""
+"""Interface for aggregation rules, and a base class for weighted means."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class RoundInfo:
     Args:
         round: Round index, from 0.
         clients: Names for all clients known in this process.
-        trainable: Names of the trained entries; ``None`` if unknown.
+        trainable: Names of the trained tensors; ``None`` if unknown.
         untrained: Names of parameters without gradient and of constant buffers, which training rarely changes.
-        sliced: Names of entries of which clients receive only some rows.
+        sliced: Names of tensors from which clients receive only some rows.
         seed: The federation's seed. An update step derives random numbers from seed, round and client.
-        refused: For clients with an invalid update in this round, the reason for the exclusion.
+        refused: Maps each client with an invalid update in this round to the reason.
     """
 
     round: int
@@ -44,7 +44,7 @@ class RoundInfo:
 
 
 def trained_entries(info: RoundInfo, state: State) -> list[str]:
-    """Names of the trained entries in ``state``. Only these entries contribute to an update's norm."""
+    """Returns the names of the trained tensors in ``state``."""
     if info.trainable is not None:
         return [name for name in state if name in info.trainable]
     return [name for name, value in state.items() if value.is_floating_point() and not is_running_statistic(name)]
@@ -66,46 +66,46 @@ class RuleCapabilities:
     always: Sequence[Client] = ()
 
     def held_rows(self) -> Mapping[str, Tensor]:
-        """Maps entry names to the rows aggregated in the last round (int64 indices), if clients receive only some rows.
+        """Returns the row indices that were aggregated in the last round, by tensor name.
 
-        An entry is omitted if at least one client trained all rows of the entry.
+        A tensor is omitted if at least one client trained all rows.
         """
         return {}
 
     def draw_cohort(self, round: int, schedule: Any, population: Any) -> Any:
-        """Draws a round's clients (:class:`~lightning_fed.server.schedule.Cohort`), in the updates' arrival order.
+        """Draws a round's clients, in the order in which the rule will receive the updates.
 
-        ``schedule`` is the federation's :class:`~lightning_fed.server.schedule.Schedule`, and ``population`` a
-        :class:`~lightning_fed.data.Population`. The method is also called for future rounds, to estimate the number of
-        steps in a fit.
+        Returns a :class:`~lightning_fed.server.schedule.Cohort`. ``schedule`` is the federation's
+        :class:`~lightning_fed.server.schedule.Schedule`, and ``population`` a :class:`~lightning_fed.data.Population`.
+        The method is also called for future rounds, to estimate a fit's number of steps.
         """
         return schedule.cohort(round, population.clients, always=self.always)
 
     def expected(self, broadcast: Broadcast) -> State:
-        """Returns a state like a valid update to ``broadcast``: only names, shapes and dtypes are meaningful."""
+        """Returns an example of a valid update. Only names, shapes and dtypes are meaningful."""
         return broadcast.state
 
     def model_of(self, client: Client) -> State | None:
-        """Returns the shared entries of the client's model, or ``None`` if the client uses the global model.
+        """Returns the tensors of the client's model, or ``None`` if the client uses the global model.
 
-        Clients with the same model get the same dictionary. The server overwrites BatchNorm statistics in the returned
+        Clients with the same model get the same dictionary. The server may overwrite BatchNorm statistics in the
         dictionary's tensors.
         """
         return None
 
     def tolerated(self, count: int) -> int:
-        """Returns the rule's assumption for the maximum number of malicious clients among ``count`` clients.
+        """Returns the rule's limit for malicious clients among ``count`` clients.
 
-        When the server pools BatchNorm statistics, each channel excludes this number of lowest and of highest values.
+        When BatchNorm statistics are pooled, the server discards this number of lowest and highest values.
         """
         return 0
 
 
 class Aggregator(RuleCapabilities, ABC):
-    """Server side of a federated method: prepares broadcasts, receives updates, and aggregates the new global state.
+    """Base class for aggregation rules: the server side of a federated method.
 
-    Between :meth:`start` and :meth:`aggregate`, updates arrive in any order, and :meth:`merge` adds the updates from
-    another process. Averaging rules should need only O(model) memory.
+    Between :meth:`start` and :meth:`aggregate`, updates arrive in any order. With several processes, :meth:`merge`
+    adds the updates from another process. Averaging rules should need only O(model) memory.
 
     Example:
         >>> import torch
@@ -120,24 +120,24 @@ class Aggregator(RuleCapabilities, ABC):
 
     @abstractmethod
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from the global model's shared entries, and discards all earlier updates.
+        """Starts a round from the global model's tensors, and discards all earlier updates.
 
         With several processes, ``start`` is called before the clients train, and again before :meth:`merge`.
         """
 
     @abstractmethod
     def broadcast(self, request: Request) -> Broadcast:
-        """Returns the broadcast for a client's request, with whole tensors. The server then selects the requested rows.
+        """Returns the message with the global model for one client.
 
-        The server does not change the returned tensors.
+        The message contains whole tensors. The server then selects the requested rows, without changing the tensors.
         """
 
     @abstractmethod
     def receive(self, update: ClientUpdate) -> None:
-        """Receives one client's checked update, or a sum created by an update step.
+        """Receives a client's update, or a sum created by an update step.
 
-        The rule may overwrite the tensors, except tensors named in ``update.unsent``, which belong to the broadcast.
-        For an invalid update, the rule must raise :class:`BadUpdate` and not change.
+        The rule may overwrite the update's tensors, except tensors named in ``update.unsent``. For an invalid update,
+        the rule must raise :class:`BadUpdate` and not change.
         """
 
     @abstractmethod
@@ -146,21 +146,21 @@ class Aggregator(RuleCapabilities, ABC):
 
     @abstractmethod
     def aggregate(self) -> State | None:
-        """Computes the new shared entries from all updates (at least one), or ``None`` to keep the old model.
+        """Computes the new global tensors from at least one update. Returns ``None`` to keep the old model.
 
-        If a rule excludes clients after comparing all updates, the rule removes these updates and raises
+        A rule may exclude clients after comparing all updates. The rule then removes these updates, and raises
         :class:`BadUpdates`. The server calls ``aggregate`` again if enough updates remain.
         """
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log after an aggregation, by name in the log, such as ``fesem/moved``."""
+        """Returns values to log after an aggregation, by name in the log, such as ``fesem/moved``."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the rule's state between rounds (such as server momentum): tensors, numbers, texts and containers.
+        """Returns the rule's state between rounds, such as server momentum.
 
-        Only :meth:`aggregate` may change the state, and must create new tensors instead of writing into old tensors,
-        because after a failed round the server restores the state from the round's start.
+        Only :meth:`aggregate` may change the state, and must not write into old tensors. After a failed round the
+        server restores the old state.
         """
         return {}
 
@@ -169,12 +169,11 @@ class Aggregator(RuleCapabilities, ABC):
 
 
 class AveragingAggregator(Aggregator):
-    """Weighted mean of client states, with the memory of one state. Subclasses implement :meth:`weight`.
+    """Base class for weighted means over the clients' tensors. Subclasses implement :meth:`weight`.
 
     Args:
-        row_weighting: Divisor for a row's summed change, if clients receive only some rows. ``"global"``: total weight
-            of all clients (FedSS paper), so a row trained by few clients changes little. ``"per_row"``: total weight of
-            the clients with the row.
+        row_weighting: Divisor for a row's summed change, if clients receive only some rows. ``"global"`` is the total
+            weight of all clients (FedSS paper). ``"per_row"`` is the total weight of the clients with the row.
     """
 
     def __init__(self, row_weighting: RowWeighting = "global") -> None:

@@ -102,10 +102,10 @@ class FederatedTrainer(L.Trainer):
 
         Args:
             model: Any LightningModule.
-            train_dataloaders: One ``DataLoader`` or map-style data set, split by ``partition``; a mapping or sequence
-                with each client's data (a ``DataLoader``, several loaders as for ``CombinedLoader``, or a map-style
-                data set); or a datamodule. Data sets are read in batches of 32. For another batch size pass loaders, or
-                a ``FederatedDataModule(clients, batch_size=...)``.
+            train_dataloaders: One ``DataLoader`` or map-style data set for ``partition`` to split. Alternatively a
+                mapping or sequence with each client's data, or a datamodule. Each client's data is a ``DataLoader``,
+                several loaders as for ``CombinedLoader``, or a map-style data set. Data sets are read in batches of 32.
+                For another batch size pass loaders, or a ``FederatedDataModule(clients, batch_size=...)``.
             val_dataloaders: Validation data for the global model, in the forms for ``L.Trainer.fit``. With a mapping
                 from client names to data, each client is also evaluated separately. If ``train_dataloaders`` is one
                 loader and no key is a client name, the mapping contains several named loaders, as in Lightning.

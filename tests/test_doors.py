@@ -124,7 +124,7 @@ def fetching():
 
 REFUSED = {  # name: (Trainer arguments, federation options, makes the module, message)
     "windows over clients": (
-        {"accumulate_grad_batches": 2}, {}, module, "`local_steps` to a multiple of 2 .* or use a 2 times larger batch",
+        {"accumulate_grad_batches": 2}, {}, module, "`local_steps` to a multiple of 2. .* use a 2 times larger batch",
     ),
     "windows over local epochs": (
         {"accumulate_grad_batches": 2}, {"local_epochs": 2}, module, "would use batches from two local epochs",
@@ -134,7 +134,7 @@ REFUSED = {  # name: (Trainer arguments, federation options, makes the module, m
     ),
     "windows over clients, stragglers": (
         {"accumulate_grad_batches": 2}, {"local_steps": 4, "availability": Availability(stragglers=0.5)}, module,
-        "only if no client is a straggler",
+        "Without stragglers, set `local_steps`",
     ),
     "batches that the step fetches": ({}, {}, fetching, "but a client's visit must begin before its first batch: use"),
     "batch size finder": ({"callbacks": [BatchSizeFinder()]}, {}, module, "`BatchSizeFinder` does not work .* plain"),
@@ -155,7 +155,7 @@ REFUSED = {  # name: (Trainer arguments, federation options, makes the module, m
     ),
     "saving inside a round": (
         {"callbacks": [ModelCheckpoint(every_n_train_steps=1)], "enable_checkpointing": True}, {}, module,
-        "a checkpoint inside a round contains the model of the last complete round",
+        "the saved model belongs to the last complete round",
     ),
     "scheduler with a frequency": ({}, {}, bad_scheduler(frequency=2), "use frequency=1 .* or interval='epoch'"),
     "plateaus of a client": (

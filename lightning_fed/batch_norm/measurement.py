@@ -1,6 +1,7 @@
 """Measurement of BatchNorm's running statistics on clients, and pooling on the server.
 
-Averaged running statistics do not match any model, because each client measures few batches with different weights.
+Averages of the clients' running statistics fit no model: a client collects running statistics over few batches, while
+the weights change.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ Different image appearance changes the first layer. Different labels change late
 
 
 def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[PlannedVisit]) -> None:
-    """Warns once per fit if the option ``batch_norm`` has no effect, or does not suit the module or other options."""
+    """Warns once per fit if the option ``batch_norm`` has no effect or does not suit the module."""
     if "batch_norm" in fit.warned:
         return
     option, rounds = fit.batch_norm.treatment, fit.trainer.max_epochs
@@ -107,23 +108,21 @@ def warn_of_monitors(fit: FederatedFit) -> None:
 
 
 def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float], str | None]:
-    """Measures BatchNorm statistics with the new global model on the clients after a round, and pools the statistics.
+    """Measures BatchNorm statistics of the new global model on the clients after a round, and pools the statistics.
 
-    Each client passes the local data once through the model in evaluation mode, but BatchNorm normalises with batch
-    statistics, as in training. The client reports means and variances. The round's bytes include broadcast and report.
-    With ``batch_norm="auto"`` the first reports determine pooled or separate statistics (:func:`decide_statistics`).
-    Separate statistics are stored by client. If clients form clusters, each client measures with the cluster's model.
-    If a callback averages weights over steps, the clients also measure with the averaged model.
+    Each client passes the local data once through the model. BatchNorm layers normalise with batch statistics, as in
+    training; all other layers are in evaluation mode. The client reports means and variances, which count as traffic of
+    the round. If no client reports, the global model has the averages of the clients' running statistics.
 
-    Layers in evaluation mode (as in a frozen backbone) do not change. If no client reports, the model keeps averaged
-    running statistics of the clients. A robust rule also excludes outlying reports
-    (:meth:`Aggregator.tolerated <lightning_fed.rule.RuleCapabilities.tolerated>`).
+    With ``batch_norm="auto"``, the first reports decide if statistics are pooled or separate
+    (:func:`decide_statistics`). In a cluster, each client measures with the cluster's model. If a callback averages
+    weights over steps, the clients also measure with the averaged model. Frozen layers do not change. A robust rule
+    also excludes outlying reports.
 
     Returns:
         A dictionary and a fault. The dictionary contains ``fed/batch_norm_shift``, the largest shift of a layer
         (:func:`~lightning_fed.batch_norm.pooling.shift_between`), and is empty for fewer than two reports. The fault
-        describes invalid pooled statistics, or is ``None``. With a fault the round fails, and neither a decision nor
-        statistics are stored.
+        describes invalid pooled statistics, or is ``None``. With a fault the round fails.
     """
     server, layers = fit.server, measured_layers(fit)
     if not fit.batch_norm.is_reported or not layers or forward_step(fit.module) is None:
@@ -259,12 +258,11 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
 
     ``shifts`` maps each layer to the difference between the clients' inputs
     (:func:`~lightning_fed.batch_norm.pooling.shift_between`). Statistics are separate if the first layer's shift, minus
-    the shift expected by chance, exceeds :data:`LARGE_SHIFT`. A decision needs reports from at least two and from
-    ``min_clients`` clients, in the first round also from half of the round's clients. Otherwise a later round decides.
-    If each round has one report, the latest reports from several rounds are compared, and the weights then differ, too.
+    the shift expected by chance, exceeds :data:`LARGE_SHIFT`. With too few reports, a later round decides.
     """
     cohort = fit.cohort
     is_first, size = not fit.batch_norm.num_measured, len(cohort.visits) + len(cohort.dropped)
+    # If every round has only one report, reports from rounds with different weights are compared.
     if shifts and len(measured) >= fit.server.min_clients and not (is_first and 2 * len(measured) < size):
         first, shift, excess = _find_first_shift(fit, measured, shifts)
         decision = "own" if excess > LARGE_SHIFT else "pooled"
@@ -292,7 +290,7 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
 
 
 def own_statistics(report: Mapping[str, Tensor]) -> State:
-    """Returns running means and unbiased variances from a client's report, by state dict entry, in float64."""
+    """Returns running means and unbiased variances from a client's report, named as in the state dict."""
     statistics: State = {}
     for name in {key.removeprefix("batch_norm:").rpartition(":")[0]: None for key in report}:
         pooled = pool_statistics([report], name)
@@ -307,10 +305,11 @@ def load_own_model(
 ) -> State | None:
     """Loads a client's model for evaluation, with BatchNorm statistics measured by the client.
 
-    Stored statistics are used if the client measured with the weights in the global model ``state``. Otherwise the
-    client measures again on the training data. Without access to these data, old statistics are not used, and a warning
-    is logged once. ``measure_round`` is the model's round; with ``None`` the stored statistics are always used. Returns
-    newly measured statistics, or ``None`` without a new measurement.
+    - Stored statistics are used if measured with the weights in ``state``, or if ``measure_round`` is ``None``.
+    - Otherwise the client measures again on the training data, in round ``measure_round``.
+    - Without access to these data, old statistics are not used, and a warning is logged once.
+
+    Returns newly measured statistics, or ``None`` without a new measurement.
     """
     measured: State | None = None
     stored = local.recall(client)
@@ -345,7 +344,7 @@ def load_own_model(
 
 
 def adapt(module: ModuleType, batches: Iterable[Any], inputs: BatchKey = None) -> ModuleType:
-    """Copies a module, and measures the copy's BatchNorm statistics on unlabelled data from a new site (AdaBN).
+    """Copies a module, and adapts the copy's BatchNorm statistics to unlabelled data from a new site (AdaBN).
 
     The data pass once through ``forward``, or through ``validation_step`` of a LightningModule without ``forward``.
     Labels in the batches are ignored. The copy does not depend on this package.
@@ -451,7 +450,7 @@ def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state:
 
 
 def warn_of_report(client: Client, fault: object) -> None:
-    """Warns that a client's BatchNorm statistics are invalid (``fault``) and therefore excluded."""
+    """Warns that a client's BatchNorm statistics are excluded, because of a ``fault``."""
     _log.warning("The BatchNorm statistics of client %r are excluded: %s.", client, fault)
 
 
@@ -465,7 +464,7 @@ def layers_in_training(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
 
 
 def measured_layers(fit: FederatedFit) -> dict[str, nn.BatchNorm2d]:
-    """Returns the BatchNorm layers in training mode by name, except layers with frozen or personal statistics."""
+    """Returns the BatchNorm layers to measure, by name. Frozen and personal statistics are not measured."""
     excluded, policies = {"frozen", "personal"}, fit.policies
     if isinstance(fit.batch_norm.treatment, LocalStatistics):  # the option itself makes statistics frozen or personal
         excluded = {"frozen"} if fit.batch_norm.treatment.measured == "visit" else excluded
@@ -483,7 +482,7 @@ def client_statistics(
     layers: Mapping[str, nn.BatchNorm2d],
     step: str,
 ) -> State:
-    """Measures the inputs of BatchNorm ``layers`` in one pass over a client's training data, with batch statistics.
+    """Measures the inputs of BatchNorm ``layers`` in one pass over a client's training data.
 
     The pass changes the module's buffers, and the caller must restore them. Returns mean, variance and count by layer.
     """
@@ -508,9 +507,9 @@ def measure_statistics(
 ) -> list[tuple[Client, State]]:
     """Measures mean and variance of the inputs of BatchNorm ``layers`` in one pass over each client's data.
 
-    For each client in ``visits``, ``load`` loads the client's model into the module, and ``limit_visit`` creates a
-    context for the measurement, such as a time limit. Returns each client with :meth:`InputStatistics.as_extras`, and
-    warns of clients without valid statistics. Afterwards the module contains the last client's model.
+    For each client in ``visits``, ``load`` loads the client's model into the module. ``limit_visit`` creates a context
+    for the measurement, such as a time limit. Returns the valid reports by client, and warns of invalid reports.
+    Afterwards the module contains the last client's model.
     """
     step, ranks = forward_step(module), process_group_of(trainer)
     if step is None:
@@ -559,7 +558,7 @@ def _write_statistics(
 
 
 def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> None:
-    """Warns if averaged BatchNorm statistics change too slowly, because a client trains only ``batches`` batches."""
+    """Warns if averaged BatchNorm statistics change too slowly for only ``batches`` batches per client."""
     remaining = max(
         (
             (1 - layer.momentum) ** batches  # weight of the old statistics after the visit

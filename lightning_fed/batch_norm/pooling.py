@@ -26,7 +26,7 @@ _TAILS = 149.0  # kurtosis minus 1 for heavy tails, such as 2 % non-zero values;
 
 
 class InputStatistics:
-    """Means and variances per channel for the inputs of BatchNorm layers over all batches, computed in float64.
+    """Measures mean and variance of the inputs of BatchNorm layers over all batches, in float64.
 
     The layers must be in training mode. :meth:`watching` sets their momentum to 1, and reads each batch's statistics
     from the running statistics. The earlier running statistics are lost.
@@ -73,7 +73,7 @@ class InputStatistics:
 
 
 def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | None:
-    """Describes the fault in a client's BatchNorm statistics (names, shapes, NaN or size); ``None`` if valid."""
+    """Describes the fault in a client's BatchNorm statistics; ``None`` if valid."""
     fault = find_non_finite(extras)
     if fault is not None:
         return fault
@@ -103,13 +103,14 @@ def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | Non
 def limit_counts(
     reports: Sequence[Mapping[str, Tensor]], reported: Sequence[int], counted: Sequence[int]
 ) -> list[State]:
-    """Limits the clients' weights in pooled BatchNorm statistics like the clients' weights in the averaged model.
+    """Limits the weights of clients in pooled statistics, because a client may report false numbers of values.
 
-    In each layer, client k's new weight is ``c * counted[k]``, at least 1. The factor c is the largest for which no
-    client's weight exceeds ``m * reported[k]``; m is the median over clients of the layer's values per example.
+    In each layer, client k's new weight is ``c * counted[k]``, at least 1. The factor c is the same for all clients:
+    ``c = m * min(reported[k] / counted[k])``. Here m is the median over clients of ``count / reported[k]``, the number
+    of values per example.
 
     Args:
-        reports: Client statistics from :meth:`InputStatistics.as_extras`. The weights are the numbers of values.
+        reports: Client statistics from :meth:`InputStatistics.as_extras`, with the numbers of values (``count``).
         reported: Number of examples reported by each client.
         counted: Number of examples by client after the limits, see :class:`~lightning_fed.steps.WeightStep`.
     """
@@ -126,11 +127,12 @@ def limit_counts(
 def pool_statistics(
     reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0
 ) -> tuple[Tensor, Tensor] | None:
-    """Mean and unbiased variance of a layer's input over all clients, float64; ``None`` if no client used the layer.
+    """Pools mean and unbiased variance of a layer's input over all clients.
 
-    With f malicious clients (``num_malicious``), counts are ignored, and each channel's f smallest and f largest values
-    are excluded; at least one value remains. The pooled mean is the mean of the remaining client means. The variance is
-    the mean of the remaining mean squared distances between a client's inputs and the pooled mean.
+    Returns ``None`` if no client used the layer. With f malicious clients (``num_malicious``), all clients count
+    equally, and each channel's f smallest and f largest values are excluded. The pooled mean is the mean of the
+    remaining client means. The variance is the mean squared distance between the remaining clients' inputs and the
+    pooled mean.
 
     Example:
         >>> a = {"batch_norm:0:mean": torch.tensor([0.0]), "batch_norm:0:var": torch.tensor([1.0]),
@@ -158,19 +160,19 @@ def pool_statistics(
 def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0) -> float | None:
     r"""Measures the difference between the clients' inputs to a layer, from 0 to 1.
 
-    The result is the larger of two fractions, each averaged over the C channels with variance above 0: the share of
-    the total variance caused by differences between the clients' means, and the squared deviation of the clients'
-    variances from the mean variance, relative to the squared variances:
+    The result is the larger of two fractions, each averaged over the C channels with variance above 0. The first
+    fraction is the share of the total variance caused by differences between the clients' means. The second fraction is
+    the squared deviation of the clients' variances from the mean variance, relative to the squared variances:
 
     .. math:: \frac{1}{C} \sum_c \frac{\sum_k n_k (\mu_{kc} - \mu_c)^2}
               {\sum_k n_k \left(\sigma_{kc}^2 + (\mu_{kc} - \mu_c)^2\right)}, \qquad
               \frac{1}{C} \sum_c \frac{\sum_k n_k (\sigma_{kc}^2 - \bar{\sigma_c^2})^2}{\sum_k n_k \sigma_{kc}^4}.
 
-    The second numerator is reduced by the expected noise: a variance estimated from n values with kurtosis
-    :math:`\kappa` has variance :math:`(\kappa - 1) \sigma^4 / n`; :math:`\kappa = 150` is assumed. Hence only layers
-    with hundreds of values per client can show a difference in variance. With f malicious clients, all clients count
-    equally, and each channel's f smallest and f largest means and variances are excluded, at most half of all. The
-    result is ``None`` for a single client, and if no channel has variance.
+    Client k has :math:`n_k` values with mean :math:`\mu_{kc}` and variance :math:`\sigma_{kc}^2` in channel c. The
+    second numerator is reduced by the expected noise: a variance estimated from n values with kurtosis :math:`\kappa`
+    has variance :math:`(\kappa - 1) \sigma^4 / n`; :math:`\kappa = 150` is assumed. With f malicious clients, all
+    clients count equally, and each channel's f smallest and f largest means and variances are excluded. The result is
+    ``None`` for a single client, and if no channel has variance.
     """
     stacked = _stack_reports(reports, layer)
     if stacked is None:

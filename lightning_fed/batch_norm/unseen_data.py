@@ -1,4 +1,4 @@
-"""BatchNorm statistics for evaluating the global model, if running statistics exist only on the clients."""
+"""BatchNorm statistics to evaluate the global model, if only clients have running statistics."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _log = logging.getLogger(__name__)
 
 
 class DataStatistics(UnseenStatistics):
-    """Makes BatchNorm layers normalise with the mean and variance in ``report``, measured on the evaluation data.
+    """Makes BatchNorm layers normalise with statistics of the whole evaluation data.
 
-    While ``report`` (from :meth:`InputStatistics.as_extras`) is empty, layers use the statistics of each batch.
+    ``report`` contains these statistics, from :meth:`InputStatistics.as_extras`. Before the measurement, layers use the
+    statistics of each batch.
     """
 
     def __init__(self, module: nn.Module, layers: Iterable[str] | None = None) -> None:
@@ -44,10 +45,8 @@ class DataStatistics(UnseenStatistics):
 class UnseenData(RevertingCallback, FederatedCallback):
     """Evaluates with BatchNorm statistics of the evaluation data: of each batch, or of a whole dataloader.
 
-    The callback applies if each client has separate running statistics, but the evaluated model has none: the global
-    model, and the model of a client without a measurement. From the start of a validation, test or prediction until the
-    next round, BatchNorm layers use the new statistics. Untrained layers (as in a frozen encoder) still use running
-    statistics.
+    This is for models without running statistics: the global model if clients have separate statistics, and the model
+    of a client without a measurement. Untrained layers, as in a frozen encoder, keep running statistics.
     """
 
     def __init__(self, find_fit: Callable[[], FederatedFit]) -> None:
@@ -94,7 +93,7 @@ class UnseenData(RevertingCallback, FederatedCallback):
 
     @torch.inference_mode(False)
     def measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-        """Measures BatchNorm statistics on the given unlabelled batches, if the option ``unseen`` is "data"."""
+        """Measures BatchNorm statistics on unlabelled batches, if the option ``unseen`` is ``"data"``."""
         adapter = self._adapter
         if adapter is None or not adapter.is_active or self._find_fit().batch_norm.unseen != "data":
             return
@@ -129,7 +128,10 @@ class UnseenData(RevertingCallback, FederatedCallback):
 
 
 def measure_unseen(trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-    """Measures BatchNorm statistics on ``batches`` before an evaluation, if the fit uses ``unseen="data"``."""
+    """Measures BatchNorm statistics for an evaluation on ``batches``, if the option ``unseen`` is ``"data"``.
+
+    ``step`` is the method to run, such as ``"validation_step"``. The evaluation then uses the statistics.
+    """
     for callback in federated_callbacks(trainer):
         if isinstance(callback, UnseenData):
             callback.measure(trainer, module, batches, step)

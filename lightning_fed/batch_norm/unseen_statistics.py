@@ -22,9 +22,8 @@ class UnseenStatistics:
     """Makes BatchNorm layers in evaluation mode normalise with batch statistics.
 
     Each layer uses the batch's mean and biased variance, as in training. Predictions depend on the batch, so use
-    batches with many examples from one source. If a layer's input has one value per channel (global pooling of one
-    image), the output is the bias. Layers in training mode or without running statistics are unchanged. Compiled models
-    run eagerly.
+    batches with many examples from one source. Layers in training mode or without running statistics are unchanged.
+    Compiled models run eagerly.
 
     Args:
         module: The module. Its hooks remain until :meth:`remove` or the end of a ``with`` block.
@@ -74,8 +73,9 @@ class UnseenStatistics:
         return adapted.reshape(x.shape).to(x.dtype), *inputs[1:]
 
     def statistics(self, name: str, layer: nn.BatchNorm2d, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns mean and biased variance for the normalisation of each channel, shape ``(1, C)`` or ``(N, C)``.
+        """Returns mean and biased variance of each channel of ``values``, for the normalisation.
 
-        The layer inputs ``values`` have shape ``(N, C, positions)``. Subclasses may return other statistics.
+        ``values`` are the layer's inputs, shape ``(N, C, positions)``. The results have shape ``(1, C)``. A subclass
+        may return other statistics, also with shape ``(N, C)`` for separate statistics per example.
         """
         return values.mean((0, 2)).unsqueeze(0), values.var((0, 2), correction=0).unsqueeze(0)

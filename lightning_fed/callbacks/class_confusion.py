@@ -33,9 +33,10 @@ _MAX_LABELS = 50
 
 
 class Confusion(NamedTuple):
-    """Confusion matrix over a client's classes; ``classes`` are sorted class indices, shape ``(k,)``.
+    """Confusion matrix over a client's classes.
 
-    ``counts``, shape ``(k, k)``, int64: a row is a true class, a column the class with the largest logit.
+    ``classes`` are sorted class indices, shape ``(k,)``. ``counts`` has shape ``(k, k)``: a row is a true class, a
+    column the class with the largest logit.
     """
 
     classes: Tensor
@@ -47,18 +48,16 @@ class Confusion(NamedTuple):
 
 
 class OwnClassConfusion(PeriodicPictures):
-    """Draws, for each client, the global model's confusion matrix over the client's classes, in TensorBoard.
+    """Draws the global model's confusion matrix over each client's classes, in TensorBoard.
 
     A client with few of many classes can learn to separate these classes from all other classes, but still confuse
     these classes with each other; the FedSS paper shows this collapse for ``"negonly"``. After a round, the global
-    model runs on the data of some clients, and predicts the class with the largest logit among the client's classes
-    :math:`P_k`. The viridis colours show shares per row (true class), from 0 to 1. With matplotlib (extra ``demo``) the
-    axes are labelled.
+    model runs on the data of some clients, and predicts the class with the largest logit among the client's classes.
+    The colours show shares per row (true class), from 0 to 1. With matplotlib (extra ``demo``) the axes are labelled.
 
-    Any classifier works if ``pl_module(x)`` returns logits, shape ``(N, num_classes)``. Each client's data run through
-    the global model with the client's personal entries. The data are read twice, separately from training, with fixed
-    random numbers. Weights, random states and logs do not change. If a client's data cannot be loaded, the client is
-    skipped, with a log line.
+    Any classifier works if ``pl_module(x)`` returns logits, shape ``(N, num_classes)``. The global model has the
+    client's personal entries. Weights, random states and logs do not change. If a client's data cannot be loaded, the
+    client is skipped.
 
     Pictures appear after the first round, and then every ``every_n_epochs`` rounds. The callback's state is
     ``last_epoch``, the round with the last pictures (an int, or None).
@@ -192,9 +191,9 @@ class OwnClassConfusion(PeriodicPictures):
 
 
 def confusion_counts(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
-    """Confusion matrix with predictions restricted to some classes, shape ``(k, k)``, int64, on the CPU.
+    """Counts a confusion matrix with predictions restricted to ``classes``, shape ``(k, k)``, int64, on the CPU.
 
-    Logits have shape ``(N, num_classes)``, and labels ``(N,)``; negative labels are skipped. ``classes`` are increasing
+    Logits have shape ``(N, num_classes)``, and labels ``(N,)``. Negative labels are skipped. ``classes`` are increasing
     and contain all labels.
     """
     if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape or logits.shape[-1] <= int(classes.max()):
@@ -212,7 +211,7 @@ def confusion_counts(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
 
 
 def confusion_picture(confusion: Confusion, class_names: Sequence[str] = (), title: str = "") -> Tensor:
-    """Draws a confusion matrix with rows that sum to 1: shape ``(3, H, W)``, uint8. Axes are drawn with matplotlib."""
+    """Draws a confusion matrix with rows that sum to 1: shape ``(3, H, W)``, uint8."""
     shares = confusion.counts.double() / confusion.counts.sum(1, keepdim=True)
     names = [class_names[label] if label < len(class_names) else str(label) for label in confusion.classes.tolist()]
     size = len(names)

@@ -1,4 +1,4 @@
-"""Finds classification losses in a training step, by tracing how class scores and labels enter the loss."""
+"""Finds classification losses in a training step by tracing the operations on class scores and labels."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 
 @dataclass(frozen=True)
 class _Scores:
-    """Describes a traced tensor with class scores: an output of ``layer``, or computed only from such outputs.
+    """Origin of a tensor with class scores: the layer with the scores, and the tensors in the layer's input.
 
-    The scores were computed from the batch tensors with the indices ``inputs``. ``voids`` are ignored labels: the
-    training step has masked the scores for these labels.
+    ``inputs`` are indices into the batch's tensors. ``voids`` are labels ignored in the loss, because the training step
+    has masked the positions with these labels.
     """
 
     layer: str
@@ -51,10 +51,10 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Describes a traced tensor computed from labels, such as one-hot vectors or a mask ``labels == 0``.
+    """Origin of a tensor computed from labels, such as one-hot vectors or a mask ``labels == 0``.
 
     ``fills`` contains replaced labels as pairs (old, new): (255, 0) for ``labels.masked_fill(labels == 255, 0)``. The
-    old label is ``None`` if a mask does not select a single label.
+    old label is ``None`` if the replaced labels are not a single known class.
     """
 
     leaves: frozenset[int]
@@ -70,10 +70,10 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Describes the batch tensors, class scores, labels and losses from which a training step computes a tensor.
+    """Origin of a tensor in a training step: the batch tensors and losses from which the tensor was computed.
 
-    ``leaves`` are the indices of these batch tensors, and ``losses`` the indices of these classification losses. An
-    elementwise product of probabilities and labels becomes a loss when summed: ``product`` is this loss's index.
+    ``leaves`` are indices of batch tensors, and ``losses`` indices of classification losses. ``product`` is set for an
+    elementwise product of probabilities and labels: the sum over the product is the loss with this index.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -86,7 +86,7 @@ class _Origin:
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """Loss between labels and the class scores computed by the layer with path ``layer``.
+    """Loss between labels and the class scores from the layer ``layer``.
 
     ``kind`` is ``"binary"`` (one output), ``"multilabel"`` (several classes per example) or ``"multiclass"``.
     ``labels`` are the positions of the labels in the batch; empty if ``training_step`` computes the labels. ``voids``
@@ -109,11 +109,11 @@ class ClassLoss:
 class ClassLosses:
     """Finds the classification losses in a training step, and the layers with the class scores.
 
-    A classification loss compares class scores with labels: a cross-entropy, a negative log-likelihood, a binary
-    cross-entropy, or a selection of the label's probability (``gather``). Dice and focal losses are recognised as a sum
-    over the product (or difference) of probabilities and zero-one tensors computed from labels. A loss is found only
-    after simple operations on the layer's output, such as elementwise operations with constants, softmax, masks, views
-    and means. Tensors also used as the layer's input are not labels: an autoencoder's target is the input, not a class.
+    Classification losses are cross-entropies, negative log-likelihoods, binary cross-entropies, and selections of each
+    label's score with ``gather``. Dice and focal losses are also found, as sums over products (or differences) of
+    probabilities and zero-one labels. Between layer and loss only simple operations are allowed, such as softmax,
+    masks, views, means, and elementwise operations with constants. The layer's input is not a label, even in an
+    autoencoder.
 
     Example:
         >>> head, inputs, labels = nn.Linear(2, 3), torch.ones(4, 2), torch.tensor([0, 1, 2, 0])
@@ -162,7 +162,7 @@ class ClassLosses:
             self._put(output, origin)
 
     def find_losses(self, loss: Any) -> list[ClassLoss]:
-        """Returns the classification losses that contribute to ``loss``, except losses used in a layer's input."""
+        """Returns the classification losses in ``loss``. Skips losses fed into a later layer."""
         places = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
         return [self._losses[place] for place in sorted(places)]
 

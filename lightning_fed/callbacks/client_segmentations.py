@@ -1,4 +1,4 @@
-"""Segmentation results by client: scores per class over the rounds, and each client's worst and median image."""
+"""Segmentation scores by client and class, and pictures of each client's worst and median image."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ _CELL = 14  # pixels per cell of a heat map without axes
 class ClientSegmentations(L.Callback):
     """Scores the segmentations of each client by class, and draws the worst and the median image.
 
-    Every ``every_n_epochs`` rounds (and in ``trainer.validate``) the global model with the client's personal entries
-    runs on each client's validation data. The callback writes these files to ``folder``, and the pictures also to
+    Every ``every_n_epochs`` rounds, and in ``trainer.validate``, the global model runs on each client's validation
+    data, with the client's personal entries. The callback writes these files to ``folder``, and the pictures also to
     TensorBoard:
 
     - ``scores.csv``: round, client, class, IoU and Dice for every class in the client's masks or predictions;
@@ -58,10 +58,11 @@ class ClientSegmentations(L.Callback):
     - ``clients/<client>.png``: the images with the lowest and the median IoU (mean over the image's classes), next to
       true mask, prediction and prediction entropy.
 
-    The module is called with images, shape ``(N, C, H, W)``, and returns logits ``(N, num_classes, H, W)``, or
-    ``(N, 1, H, W)`` for a binary task; binary scores are for class 1 only. Masks are class indices ``(N, H, W)`` or
-    ``(N, 1, H, W)``, or one mask with 0 and 1 per class, ``(N, num_classes, H, W)``, for scores without pictures.
-    Weights, metrics and random states do not change. The callback's state has one entry per row in ``scores.csv``.
+    The module receives images, shape ``(N, C, H, W)``, and returns logits ``(N, num_classes, H, W)``. For a binary task
+    the logits have shape ``(N, 1, H, W)``, and scores are for class 1 only. Masks contain class indices, shape ``(N, H,
+    W)`` or ``(N, 1, H, W)``. With one mask per class, shape ``(N, num_classes, H, W)``, scores are computed without
+    pictures. Weights, metrics and random states do not change. The callback's state has one entry per row in
+    ``scores.csv``.
 
     Args:
         every_n_epochs: Rounds between two evaluations.
@@ -156,7 +157,7 @@ class ClientSegmentations(L.Callback):
             )
 
     def table(self) -> str:
-        """Formats the last scores in Markdown, a row per client: mean IoU, mean Dice, and the IoU per class."""
+        """Formats the last scores as a Markdown table with a row per client."""
         last = [row for row in self.rows if row[0] == self.rows[-1][0]] if self.rows else []
         clients = list(dict.fromkeys(row[1] for row in last))
         classes = self.class_order()
@@ -306,7 +307,7 @@ class ClientSegmentations(L.Callback):
 def scores_for(
     logits: Tensor, mask: Tensor, ignore_index: int | None, class_names: Sequence[str] | None = None
 ) -> SegmentationScores:
-    """Creates a metric for IoU and Dice by class. ``logits`` determine the device and the number of classes."""
+    """Creates a metric for IoU and Dice by class, with the device and number of classes of ``logits``."""
     count = logits.shape[1]
     several: Literal["multiclass", "multilabel"] = "multilabel" if mask.ndim == 4 else "multiclass"
     return SegmentationScores(

@@ -23,11 +23,10 @@ _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
 
 
 class Traffic(NamedTuple):
-    """Bytes and tensor elements sent to and from one client in one round, for one submodule (``part``).
+    """Bytes and tensor elements exchanged with one client in one round, for one submodule (``part``).
 
     For earlier rounds, only sums over clients are stored, as client ``"(all)"``. The part ``"(extras)"`` contains a
-    method's extra tensors. The part ``"(request)"`` contains the row indices in a client's request for some rows of a
-    table.
+    method's extra tensors. The part ``"(request)"`` contains the row indices in a client's request for table rows.
     """
 
     round: int
@@ -61,12 +60,12 @@ class CommunicationReport(FederatedCallback):
     The callback counts the tensors in the server's messages, the clients' updates and requests for table rows. FedSS
     sends :math:`|\varphi| + d |S_k|` numbers in each direction: the model without the last layer (:math:`\varphi`), and
     :math:`d` numbers for each class in the client's request :math:`S_k`. Federated averaging would send all entries,
-    including personal, frozen and untrained entries. Messages outside a client's training (BatchNorm statistics) appear
-    only in ``comm/down_bytes`` and ``comm/up_bytes``.
+    including personal and frozen entries. Messages outside training, for example for BatchNorm statistics, appear only
+    in ``comm/down_bytes`` and ``comm/up_bytes``.
 
     ``comm/down_share`` and ``comm/up_share`` are logged every round: the bytes, divided by the bytes of federated
-    averaging. :meth:`table` shows means over clients and rounds per part; :attr:`rows` and :meth:`to_csv` have single
-    rounds.
+    averaging. :meth:`table` shows means over clients and rounds per part. :attr:`rows` and :meth:`to_csv` contain
+    single rounds.
 
     Checkpoints contain ``rows`` (the fields of :class:`Traffic` per round, client and part). Early rounds have only
     sums over clients: for these rounds, ``visits`` contains the numbers of trained clients and received updates.
@@ -180,7 +179,7 @@ class CommunicationReport(FederatedCallback):
         return [row for traffic in self._visits.values() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
-        """Mean traffic per client and round, by part (see :class:`Traffic`), then in total. Empty before training."""
+        """Mean traffic per client and round: for each part, then in total. Empty before training."""
         if not self._visits:
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])
@@ -262,7 +261,7 @@ class CommunicationReport(FederatedCallback):
 
 
 def top_level_parts(names: Sequence[str]) -> list[str]:
-    """Returns the outermost submodules: ``net.head`` and ``net.body`` if all entry names begin with ``net.``."""
+    """Returns the names of the submodules directly below the prefix common to all entry names."""
     paths = [name.split(".") for name in names]
     depth = 1
     while len({tuple(path[:depth]) for path in paths}) == 1 and all(len(path) > depth for path in paths):

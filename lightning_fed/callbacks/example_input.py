@@ -39,10 +39,10 @@ def training_batch(federation: Federation, client: Client | None = None, index: 
 
 
 def forward_inputs(module: nn.Module, batch: Any, inputs: BatchKey = None) -> Any:
-    """Returns arguments for ``forward`` from a batch: a tensor, tuple or dictionary, with two examples if possible.
+    """Extracts arguments for the module's ``forward`` from a batch, with two examples if possible.
 
-    The inputs come from :func:`~lightning_fed.features.batches.find_inputs`, or, for a dictionary batch, from the
-    values with the argument names of ``forward``. If neither works, the whole batch is returned.
+    The inputs come from :func:`~lightning_fed.features.batches.find_inputs`. For a dictionary batch, they can be the
+    values with the argument names of ``forward``. Otherwise the whole batch is returned.
     """
     parameters = inspect.signature(module.forward).parameters
     is_positional = any(parameter.kind in _POSITIONAL for parameter in parameters.values())

@@ -88,19 +88,19 @@ class Federation(TrainerCallback):
         batch_norm: Treatment of BatchNorm's running statistics. ``"recalibrate"``: the clients measure statistics with
             each new global model, and the server pools the statistics. :class:`~lightning_fed.LocalStatistics`:
             separate statistics for each client. ``"auto"``: one of these two, chosen after the first round by the
-            difference between the clients' statistics
-            (:data:`~lightning_fed.batch_norm.measurement.LARGE_SHIFT`). ``"average"``: averaged like all entries.
-            ``"personal"``: whole BatchNorm layers stay on the clients (FedBN). :class:`~lightning_fed.FixedStatistics`:
-            fixed after some rounds. ``"frozen"``: the initial statistics, also in training.
+            difference between the clients' statistics. ``"average"``: averaged like all entries. ``"personal"``: whole
+            BatchNorm layers stay on the clients (FedBN). :class:`~lightning_fed.FixedStatistics`: fixed after some
+            rounds. ``"frozen"``: the initial statistics, also in training.
         optimizer_state: Initial optimizer state in a visit: new (``"reset"``), or from the client's last visit
             (``"keep"``).
         availability: Stragglers, and clients that never report (:class:`~lightning_fed.Availability`).
         faults: Limits on failures of clients (:class:`~lightning_fed.Faults`).
         store: Storage for client state between visits: a folder (for many clients), a
             :class:`~lightning_fed.client.client_store.ClientStore`, or by default memory.
-        visits: Loop for the visits' batches; all loops have equal results. ``"fused"``: a loop that skips unused hooks.
-            ``"lightning"``: Lightning's loop. ``"auto"``: fused if possible. :class:`~lightning_fed.Vectorized`:
-            several clients at once. ``"fastest"``: as many at once as measured fastest for model, cohort and device.
+        visits: Loop for the visits' batches. All loops have equal results. ``"lightning"``: Lightning's loop.
+            ``"fused"``: a faster loop that skips unused hooks. ``"auto"``: fused if possible.
+            :class:`~lightning_fed.Vectorized`: several clients at once. ``"fastest"``: measures several numbers of
+            clients at once, and uses the fastest.
         steps: Update steps between a client's training and the new global model (:mod:`lightning_fed.steps`), in order
             of execution on the client, after the method's steps. The objects are copied.
         seed: Seed for the partition and the choice of clients; by default the seed from ``seed_everything``, or 0.
@@ -110,7 +110,7 @@ class Federation(TrainerCallback):
         options: Options for a fit: the arguments combined with the method's settings.
         method: The federation's copy of the method. The method's callbacks are added to the Trainer, except classes
             already present.
-        has_lost_entries: True if the evaluated checkpoint needs clients' personal entries that ``store`` no longer has.
+        has_lost_entries: True if the evaluated checkpoint needs personal entries already deleted from ``store``.
         server: The server. Results are in ``server.rule`` and ``steps``, not in the objects passed as arguments.
 
     Raises:
@@ -121,14 +121,12 @@ class Federation(TrainerCallback):
             ``visits="fused"`` but fused visits are not possible.
 
     Note:
-        Attributes of module, callbacks, optimizers and schedulers that are not in ``state_dict`` keep their values from
-        visit to visit. Changed attributes that can affect later visits are logged. Buffers with ``persistent=False``
+        Attributes outside ``state_dict`` (of module, callbacks, optimizers and schedulers) keep their values from visit
+        to visit. A warning names changed attributes that can affect later visits. Buffers with ``persistent=False``
         start every visit with the round's initial values.
 
-        Checkpoints contain the rounds, seed, method, clients, steps and client store; the round of each untrained
-        entry's last change, and of each client's last update. For BatchNorm, checkpoints contain the decision for
-        ``"auto"``, the clients' reports before the decision, and for each metric monitored by a callback the kind of
-        statistics used in the evaluation (such as ``"pooled"``).
+        Checkpoints contain the state of the federation: completed rounds, seed, method, clients, update steps, client
+        store, and the choice for ``batch_norm="auto"``.
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)
@@ -187,7 +185,7 @@ class Federation(TrainerCallback):
         self._loop = RoundLoop(self._fit)
 
     def replace(self, **changes: Any) -> Federation:
-        """Creates a new federation with the same arguments, except for the given arguments."""
+        """Creates a federation with the same arguments, except for the given ones."""
         return Federation(**{**self.arguments, **changes})
 
     def split(self, remote: RemoteSide) -> None:
@@ -197,7 +195,7 @@ class Federation(TrainerCallback):
 
     @property
     def steps(self) -> Sequence[UpdateStep]:
-        """Update steps (such as clipping), in the order of execution on the client: the method's steps come first."""
+        """Update steps (such as clipping) in the order of execution on the client."""
         return tuple(self.server.chain.steps)
 
     @property
@@ -211,11 +209,11 @@ class Federation(TrainerCallback):
 
     @property
     def batch_norm_decision(self) -> str:
-        """Decision for ``batch_norm="auto"``: ``"own"`` statistics per client, ``"pooled"``, or empty if undecided."""
+        """Statistics chosen by ``batch_norm="auto"``: ``"own"`` per client, ``"pooled"``, or empty if undecided."""
         return self._fit.batch_norm.decision
 
     def preset_decision(self, decision: str) -> None:
-        """Sets the decision for ``batch_norm="auto"`` before a fit: ``"own"`` or ``"pooled"`` BatchNorm statistics."""
+        """Sets the statistics for ``batch_norm="auto"`` before a fit: ``"own"`` per client, or ``"pooled"``."""
         self._preset_decision = decision if self.options.batch_norm == "auto" else ""
         self._reset(self._fit.remote)
 
@@ -227,12 +225,12 @@ class Federation(TrainerCallback):
 
     @property
     def reports_statistics(self) -> bool:
-        """True if clients measure BatchNorm statistics of each new global model, and send these to the server."""
+        """True if clients send BatchNorm statistics of each new global model to the server."""
         return self._fit.batch_norm.is_reported
 
     @property
     def seed(self) -> int:
-        """Seed at the start of a fit: the federation's argument ``seed``, or the last seed of ``seed_everything``."""
+        """Seed for the partition and the choice of clients in this fit."""
         given: int | None = self.arguments["seed"]
         return default_seed() if given is None else int(given)  # NumPy integers do not load with `weights_only=True`
 
@@ -247,23 +245,23 @@ class Federation(TrainerCallback):
 
     @property
     def open_visit(self) -> ClientVisit | None:
-        """One client's training in progress, with model, messages and client state; ``None`` if no client trains."""
+        """The local training in progress, or ``None`` between clients."""
         return None if self._loop.open_round is None else self._loop.open_round.driver.current
 
     @property
     def current_visit(self) -> PlannedVisit | None:
-        """Description of the current local training (client, round, seed, length); ``None`` if no client trains."""
+        """Plan of the current local training: client, round, seed and length. ``None`` if no client trains."""
         return None if self.open_visit is None else self.open_visit.planned
 
     @property
     def visit(self) -> PlannedVisit:
-        """Description of the client in training (name, round, seed, batches). Raises an error if no client trains."""
+        """Plan of the current local training: client, round, seed and length. Raises an error if no client trains."""
         assert self.current_visit is not None
         return self.current_visit
 
     @property
     def current_visits(self) -> Sequence[PlannedVisit]:
-        """Clients in training: several if clients train simultaneously, none while a client trains a personal model."""
+        """Plans of all local trainings in progress. Several clients can train simultaneously."""
         if self._loop.open_round is None or (self.open_visit is not None and self.open_visit.trains_second_model):
             return ()
         return self._loop.open_round.driver.group
@@ -275,7 +273,7 @@ class Federation(TrainerCallback):
 
     @property
     def current_client(self) -> Client | None:
-        """The current client; ``None`` between visits."""
+        """The client in training, or ``None``."""
         return None if self.current_visit is None else self.current_visit.visit.client
 
     @property
@@ -292,7 +290,7 @@ class Federation(TrainerCallback):
 
     @property
     def population(self) -> Population:
-        """All clients. Raises ``RuntimeError`` until the data load (with a single client, after sanity validation)."""
+        """All clients. Raises ``RuntimeError`` before the training data are loaded."""
         return self._fit.population
 
     @property
@@ -301,12 +299,11 @@ class Federation(TrainerCallback):
         return dict(self._fit.policies)
 
     def client_state(self, client: Client) -> dict[str, Any]:
-        """State of a client's model: the global model with the client's personal entries.
+        """Returns a client's model as a state dict: the global model with the client's personal entries.
 
-        The result is a copy with the structure of ``module.state_dict()``. After ``trainer.validate`` or
-        ``trainer.test`` with a checkpoint, the state comes from the checkpoint. Before a client's first round the
-        personal entries have the server's initial values. Raises ``RuntimeError`` before the clients are known and
-        during a round, and ``ValueError`` for an unknown client.
+        After ``trainer.validate`` or ``trainer.test`` with a checkpoint, the state comes from the checkpoint. Before a
+        client's first round, personal entries have the server's initial values. Raises ``RuntimeError`` before the
+        clients are known and during a round, and ``ValueError`` for an unknown client.
         """
         module = None if self._trainer is None else self._trainer.lightning_module
         return client_state(self._fit, module, client, self._loop.open_round is not None)
@@ -314,8 +311,8 @@ class Federation(TrainerCallback):
     def client_model(self, client: Client) -> L.LightningModule:
         """Copies the module as a client's model, with the client's personal entries and BatchNorm statistics.
 
-        The copy is a plain module in evaluation mode and does not depend on this package. Raises ``RuntimeError``
-        during a fit, and ``ValueError`` for an unknown client.
+        The copy is in evaluation mode and works without this package. Raises ``RuntimeError`` during a fit, and
+        ``ValueError`` for an unknown client.
         """
         state = self.client_state(client)
         if self._loop.is_attached:
@@ -332,11 +329,10 @@ class Federation(TrainerCallback):
         question: Mapping[str, Any],
         own: bool = False,
     ) -> Answers:
-        """Asks clients a question outside a round. Each client loads the sent model, and computes an answer.
+        """Sends a model and a question to clients outside a round, and collects the answers.
 
-        If the clients run in this process, or are divided among several processes, ``callback`` computes the answers
-        (:meth:`~lightning_fed.federated_callback.AskableCallback.on_client_question`). If the clients run on other
-        machines, a callback of the same class on the client's machine computes the answer.
+        The hook ``on_client_question`` of ``callback`` computes an answer. On other machines, a callback of the same
+        class answers.
 
         Args:
             module: The module with the model to send, usually the global model. The module is not changed.
@@ -348,7 +344,7 @@ class Federation(TrainerCallback):
         return ask(self._fit, module, callback, clients, question, own)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context for validation: if the fit averages weights over steps, the module contains the averaged weights."""
+        """Context for validation: the module contains averaged weights, if the fit averages weights over steps."""
         return self._fit.averages_in_place()
 
     @property
@@ -363,12 +359,12 @@ class Federation(TrainerCallback):
         return self._fit.local_model(pl_module)
 
     def own_models(self, pl_module: L.LightningModule) -> AbstractContextManager[Callable[[Client], None]]:
-        """Context that yields a function to load a client's own model, and finally restores the global model."""
+        """Context that yields a function for loading a client's own model. The global model is restored at the end."""
         return own_models(self._fit, pl_module)
 
     @property
     def state_key(self) -> str:
-        """Key of the callback state in checkpoints. The key contains no options, so options may change on resuming."""
+        """Key of the federation's state in checkpoints. The key contains no options, so options may change."""
         return "Federation"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -411,7 +407,7 @@ class Federation(TrainerCallback):
             check_estimate(self._fit)
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Prepares the fit after all ``on_fit_start`` hooks. Decides on shared, personal and frozen entries."""
+        """Decides on shared, personal and frozen entries, after all ``on_fit_start`` hooks."""
         self._loop.start_fit()
         self._add_unseen(trainer, pl_module)
 
@@ -581,7 +577,11 @@ class Federation(TrainerCallback):
         return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
-        """Counts a scheduler's steps in ``rounds`` rounds: one per ``window`` batches, with all clients in parallel."""
+        """Returns the highest step number of a per-step learning-rate scheduler in ``rounds`` rounds.
+
+        A round advances the scheduler by the median number of steps in a client's training. ``window`` is the number of
+        batches per step.
+        """
         self.find_population()
         return count_scheduler_steps(self._fit, rounds, window)
 
@@ -637,7 +637,7 @@ def federation_of(trainer: L.Trainer) -> Federation | None:
 
 
 def move_behind_federation(callback: L.Callback, trainer: L.Trainer) -> None:
-    """Moves a callback in the Trainer's list directly behind the federation, before all other callbacks."""
+    """Moves a callback directly behind the federation in the Trainer's list of callbacks."""
     callbacks = callbacks_of(trainer)
     callbacks.remove(callback)
     callbacks.insert(callbacks.index(find_federation(trainer)) + 1, callback)
@@ -646,10 +646,10 @@ def move_behind_federation(callback: L.Callback, trainer: L.Trainer) -> None:
 def scheduler_steps(trainer: L.Trainer) -> int | float:
     """Number of steps of a learning-rate scheduler with ``interval="step"`` in a fit.
 
-    Use the number as ``total_steps`` of ``OneCycleLR``, or as ``num_training_steps`` of a warm-up, in
-    ``configure_optimizers``. In a federation, a round advances the scheduler by the (median) number of steps in one
-    client's training, while ``trainer.estimated_stepping_batches`` counts the steps of all clients. Without a
-    federation the function returns Lightning's number: ``inf`` for a fit without a limit.
+    Use the number in ``configure_optimizers``, as ``total_steps`` of ``OneCycleLR`` or ``num_training_steps`` of a
+    warm-up. In a federation, a round advances the scheduler by the median number of steps in a client's training.
+    ``trainer.estimated_stepping_batches`` instead counts the steps of all clients. Without a federation the function
+    returns Lightning's number: ``inf`` for a fit without a limit.
 
     Raises:
         MisconfigurationException: If the clients' data are on other machines.

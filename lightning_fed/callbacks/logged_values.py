@@ -1,4 +1,4 @@
-"""Values that a module logs outside the Trainer's loop, with Lightning's reductions over batches."""
+"""Collects values that a module logs outside the Trainer's loop, and reduces them over batches."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LogCall:
 
 
 def intercepted(take: Callable[[LogCall], None]) -> Callable[..., None]:
-    """Creates a replacement for ``LightningModule.log`` and ``log_dict``: calls ``take`` and logs nothing."""
+    """Creates a replacement for ``LightningModule.log`` and ``log_dict`` that passes each call to ``take``."""
     return lambda *args, **options: take(LogCall(*args, **options))
 
 
@@ -63,9 +63,9 @@ class LoggedValue:
 
     Args:
         reduce_fx: Reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
-        total: Sum (for a mean, the weighted sum of values), maximum or minimum; ``None`` without values.
+        total: Weighted sum for a mean, otherwise the sum, maximum or minimum; ``None`` without values.
         weight: Sum of the weights.
-        cases: Separate values from batches with one example (weight 1), for the variance over examples.
+        cases: Values from batches with one example, for the variance over examples.
     """
 
     reduce_fx: str = "mean"
@@ -89,7 +89,7 @@ class LoggedValue:
         self.cases += added.cases
 
     def limited(self, weight: float) -> LoggedValue:
-        """Limits the weight of a mean to ``weight``, without changing the mean. Returns other reductions unchanged."""
+        """Returns the value with at most this weight in a mean over clients. Sums, maxima and minima are unchanged."""
         if self.total is None or self.reduce_fx != "mean" or self.weight <= weight:
             return self
         return replace(self, total=self.total * (weight / self.weight), weight=weight)
@@ -110,14 +110,14 @@ class LoggedValue:
 
 @dataclass
 class LoggedValues:
-    """Collects the values that an evaluation logs per epoch, by name (:func:`intercepted` calls :meth:`take`).
+    """Collects the values that an evaluation logs per epoch, by name.
 
     Attributes:
         batch: The current batch; ``None`` between batches.
         suffix: Suffix for names of logged values with several dataloaders, as in Lightning.
         sums: Values logged since the last :meth:`results`, by name.
         metrics: Metrics logged since the last :meth:`results`, by name.
-        directions: Maps metric names to true if higher values are better, for metrics that declare the direction.
+        directions: True by metric name if higher values are better, for metrics with a declared direction.
     """
 
     batch: Any = None
@@ -127,7 +127,7 @@ class LoggedValues:
     directions: dict[str, bool] = field(default_factory=dict)
 
     def take(self, call: LogCall) -> None:
-        """Adds the value from a module's ``log`` call to the epoch's values. Skips values logged only per step."""
+        """Adds one logged value. Values logged only per step are skipped."""
         if call.on_epoch is False:
             return
         name = self.full_name(call)

@@ -1,4 +1,4 @@
-"""Draws segmentations in one picture: each row shows an image, true and predicted classes, and optional heat maps."""
+"""Draws segmentations as a grid: images, true classes, predicted classes and heat maps."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def titled_grid(
 
 
 def default_colors(num_classes: int) -> list[Color]:
-    """Builds a palette: black for class 0, 19 clearly different colours, then hues spaced by the golden ratio."""
+    """Builds a palette with a different colour for each class. Class 0 is black."""
     more = (colorsys.hsv_to_rgb(0.618033988749895 * i % 1, 0.6, 0.8) for i in range(num_classes - len(_COLORS)))
     extra: list[Color] = [(round(255 * r), round(255 * g), round(255 * b)) for r, g, b in more]
     return [*_COLORS[:num_classes], *extra]

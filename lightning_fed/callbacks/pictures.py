@@ -1,4 +1,4 @@
-"""Helpers for callbacks that log pictures: find loggers, and convert numbers and figures to pixels."""
+"""Helpers for callbacks that log pictures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VIRIDIS: tuple[Color, ...] = (
 
 
 class PeriodicPictures(L.Callback):
-    """Base class of callbacks that draw pictures every few epochs (rounds). Checkpoints store the last such epoch."""
+    """Base class of callbacks that draw pictures every few epochs (rounds)."""
 
     def __init__(self, every_n_epochs: int) -> None:
         self.every_n_epochs = check_count("every_n_epochs", every_n_epochs)
@@ -70,7 +70,7 @@ def tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
 
 
 def log_picture(trainer: L.Trainer, tag: str, picture: Tensor, is_epoch_end: bool = False) -> None:
-    """Sends a picture to all loggers that support pictures. The step is the current position of the Trainer's log.
+    """Sends a picture to all loggers that support pictures, with the Trainer's current logging step.
 
     Pass ``is_epoch_end=True`` in ``on_train_epoch_end``, because Lightning has then already counted the last batch.
     """
@@ -79,14 +79,14 @@ def log_picture(trainer: L.Trainer, tag: str, picture: Tensor, is_epoch_end: boo
 
 
 def report_other_loggers(name: str, trainer: L.Trainer) -> None:
-    """Logs the names of loggers without support for pictures. ``name`` is the callback's class name."""
+    """Logs the names of loggers without support for pictures. ``name`` is the class name of the callback."""
     skipped = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
     if skipped:
         rank_zero_info(f"{name} sends images only to TensorBoard, so these loggers receive none: {', '.join(skipped)}.")
 
 
 def paint_numbers(values: Tensor) -> Tensor:
-    """Draws numbers ``(H, W)`` in viridis colours ``(3, H, W)``, uint8: 0 is dark blue, 1 yellow, NaN grey."""
+    """Draws numbers from 0 to 1 in viridis colours, as pixels ``(3, H, W)``, uint8. NaN is grey."""
     colors = torch.tensor(VIRIDIS, dtype=torch.float64)
     positions = values.detach().cpu().double().nan_to_num(0.0).clamp(0, 1) * (len(colors) - 1)
     lower = positions.long().clamp_max(len(colors) - 2)
@@ -96,7 +96,7 @@ def paint_numbers(values: Tensor) -> Tensor:
 
 
 def has_matplotlib() -> bool:
-    """True if matplotlib is installed; without matplotlib, pictures have no axes."""
+    """True if matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
@@ -108,10 +108,10 @@ def draw_matrix(
     largest: float = 1.0,
     lowest: float = 0.0,
 ) -> Tensor:
-    """Draws numbers ``(H, W)`` from ``lowest`` to ``largest`` in viridis colours, as pixels ``(3, H, W)``, uint8.
+    """Draws a matrix ``(H, W)`` in viridis colours, as pixels ``(3, H, W)``, uint8.
 
-    With matplotlib, the figure has axes, labelled by ``label``, and a ``size`` in inches. Without matplotlib, each
-    number is a square of ``cell`` pixels.
+    Colours range from ``lowest`` to ``largest``. With matplotlib, the figure has a ``size`` in inches, and the function
+    ``label`` labels the axes. Without matplotlib, each number is a square of ``cell`` pixels.
     """
     painted = paint_numbers((values - lowest) / (largest - lowest))
     if not has_matplotlib():
@@ -130,7 +130,7 @@ def draw_matrix(
 def label_grid(
     grid: Tensor, title: str, columns: Sequence[str], rows: Sequence[str], legend: Mapping[str, Color]
 ) -> Tensor:
-    """Adds names and a legend to a grid of equal tiles, uint8, shape ``(3, H, W)``, if matplotlib is installed."""
+    """Adds a title, row and column names, and a legend to a grid of equal tiles, if matplotlib is installed."""
     if not has_matplotlib():
         return grid
     from matplotlib.patches import Patch  # requires the extra `demo`
@@ -157,7 +157,7 @@ def save_picture(picture: Tensor, path: Path) -> None:
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
-    """Creates an empty matplotlib figure; ``size`` is in inches, with 100 pixels per inch."""
+    """Creates an empty matplotlib figure with a size in inches."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Segmentation pictures every few rounds: input, truth, prediction and entropy maps in one row."""
+"""Logs segmentation pictures every few rounds."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class SegmentationImages(PeriodicPictures):
     Images are stored on the CPU once per fit, so every grid shows the same images. Weights, random state, metrics and
     train/eval modes do not change.
 
-    The module is called with one image at a time, ``pl_module(x)`` with shape ``(1, C, H, W)``, and returns logits,
-    shape ``(1, num_classes, H, W)`` (for a binary task ``(1, 1, H, W)``: positive logits mean class 1).
+    The module receives one image at a time, shape ``(1, C, H, W)``, and returns logits, shape
+    ``(1, num_classes, H, W)``. In a binary task, the shape is ``(1, 1, H, W)``, and positive logits mean class 1.
 
     Args:
         every_n_epochs: Epochs (rounds) between two grids.
@@ -220,7 +220,7 @@ class SegmentationImages(PeriodicPictures):
 
 
 class _Predictions(NamedTuple):
-    """Predictions for some images: class indices ``(H, W)``, number of classes, and, by name, entropy maps."""
+    """Predictions for some images: class indices, number of classes, and entropy maps."""
 
     predictions: list[Tensor]
     num_classes: list[int]
@@ -270,12 +270,12 @@ def class_logits(module: L.LightningModule, images: Tensor) -> Tensor:
 
 
 def with_background(logits: Tensor) -> Tensor:
-    """Adds a channel with logit 0 for class 0 to the logits of a binary task. Other logits are unchanged."""
+    """Adds logits 0 for class 0 in a binary task. Other logits are unchanged."""
     return torch.cat([torch.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits
 
 
 def segmentation_logits(module: L.LightningModule, images: Tensor) -> Tensor:
-    """Runs a segmentation model on images; returns logits, shape ``(N, num_classes, H, W)`` (binary: one channel)."""
+    """Returns the module's logits for images, shape ``(N, num_classes, H, W)``, with one channel in a binary task."""
     logits = module(images)
     if isinstance(logits, Mapping) and "out" in logits:  # torchvision's models
         logits = logits["out"]

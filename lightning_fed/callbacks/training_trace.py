@@ -1,4 +1,4 @@
-"""Trial run of a module's ``training_step``, to find called layers, trained layers, and learned classes."""
+"""Trial run of a module's ``training_step``, to find the trained layers and the learned classes."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _MOST_BATCHES = 5  # number of batches tried one after another, because a step m
 class TrainingTrace(NamedTuple):
     """Layers found in a trial run of ``training_step``.
 
-    ``calls`` maps each layer's path (``""``: the module) to the arguments of the first call. ``trained`` are the layers
-    whose outputs depend on trained parameters and contribute to the loss.
+    ``calls`` has the arguments of each layer's first call, by the layer's path. ``trained`` are the layers with trained
+    parameters and an effect on the loss.
     """
 
     calls: Mapping[str, Call]
@@ -63,11 +63,10 @@ class TrainingTrace(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassTask:
-    """Classification task found in a trial step: classifier, number of classes, ignored label and labels' position.
+    """Classification task of a module, found in a trial run of ``training_step``.
 
-    ``target`` is a function from a batch to labels, or ``None`` if ``training_step`` changes the labels. The function
-    refuses batches with another structure than the batch in the trial step. ``is_multilabel`` is true if an example has
-    a label for each class.
+    ``layer`` is the classifier's path. ``target`` is a function from a batch to labels, or ``None`` if the step changes
+    the labels. With ``is_multilabel``, an example has a label for each class.
     """
 
     layer: str
@@ -78,7 +77,7 @@ class ClassTask:
 
 
 class LabelDescription(NamedTuple):
-    """Position of labels in a batch, ignored label (``"auto"`` if unknown), class names and class colours."""
+    """Labels for pictures: position in a batch, ignored label, class names and class colours."""
 
     target: BatchKey
     void: VoidLabel
@@ -86,7 +85,7 @@ class LabelDescription(NamedTuple):
     class_colors: tuple[Color, ...] = ()
 
     def is_known(self, callback: str) -> bool:
-        """True if the labels' position in a batch is known. Otherwise logs a hint: ``callback`` draws no pictures."""
+        """True if the labels' position is known. Otherwise logs that the callback draws no pictures before a fit."""
         if self.target is None:
             rank_zero_info(f"{callback} draws no pictures without a fit: pass `{callback}` a `target`.")
         return self.target is not None
@@ -99,12 +98,11 @@ def find_class_task(
     needs_target: bool = False,
     allows_multilabel: bool = False,
 ) -> ClassTask:
-    """Finds a module's classifier layer, classes and labels by a trial run of the training step on one batch.
+    """Finds a module's classifier, classes and labels by running the training step on one batch.
 
-    A server without data cannot run the step, and only uses :func:`~lightning_fed.modules.find_classifier`. A client on
-    another machine raises an error if the trial run finds another classifier than this function. Error messages end
-    with ``remedy``. With ``needs_target``, the labels must be one tensor from the batch, with one class per example or
-    pixel (with ``allows_multilabel``, possibly several classes).
+    A server without data uses :func:`~lightning_fed.modules.find_classifier` instead. The clients raise an error for
+    another classifier. With ``needs_target``, the labels must be one tensor in the batch, with one class per example or
+    pixel. ``allows_multilabel`` also permits several classes. Error messages end with ``remedy``.
     """
     federation = federation_of(trainer)
     is_remote = federation is not None and federation.is_remote
@@ -140,10 +138,10 @@ def find_class_task(
 def describe_labels(
     trainer: L.Trainer, module: L.LightningModule, callback: str, target: BatchKey, void: VoidLabel
 ) -> LabelDescription:
-    """Returns the labels' position in a batch, the ignored label, and the class names and class colours for pictures.
+    """Returns the labels' position in a batch, the ignored label, and names and colours of the classes.
 
-    A ``target`` (position) or ``void`` (ignored label) given by the user is returned unchanged. Otherwise a trial
-    training step finds both. Names and colours are from :func:`declared_classes`. Error messages name ``callback``.
+    ``target`` (the position) and ``void`` (the ignored label) are returned if given by the user. Otherwise a trial
+    training step finds both. Error messages name ``callback``.
     """
     try:
         task = find_class_task(trainer, module, f"pass `{callback}` a `target`", target is None, allows_multilabel=True)
@@ -160,10 +158,10 @@ def describe_labels(
 def declared_classes(
     trainer: L.Trainer, module: L.LightningModule, count: int
 ) -> tuple[tuple[str, ...], tuple[Color, ...]]:
-    """Reads class names (``class_names`` or ``classes``) and ``class_colors`` from attributes, for ``count`` classes.
+    """Reads class names and class colours from attributes of the module, its hyper-parameters or the datamodule.
 
-    The attributes may belong to the module, the module's hyper-parameters or the datamodule. Lists with another length
-    or other elements are ignored.
+    The attributes are ``class_names`` (or ``classes``) and ``class_colors``. Lists of another length than ``count`` are
+    ignored.
     """
 
     def find(names: Sequence[str], accepts: Callable[[Any], bool]) -> tuple[Any, ...]:
@@ -181,17 +179,15 @@ def _is_color(value: Any) -> bool:
 
 
 def has_same_parameters(module: nn.Module, name: str, other: str) -> bool:
-    """True if two layers, given by their paths in the module, have the same parameter objects."""
+    """True if two layers, given by their paths, share all parameters."""
     one, two = ({id(value) for value in module.get_submodule(path).parameters()} for path in (name, other))
     return one == two
 
 
 def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace | None:
-    """Runs ``training_step`` once on a batch of one client, and restores all state.
+    """Runs ``training_step`` once on a batch of one client, and restores all state afterwards.
 
-    Trained parameters are the parameters in the Trainer's optimizers, or before ``configure_optimizers`` all parameters
-    that require gradients. Returns ``None`` if the step has no loss or (outside a fit) fails, or if the module uses
-    manual optimization.
+    Returns ``None`` for manual optimization, for a step without a loss, and for an exception outside a fit.
     """
     try:
         return _trace(trainer, module)
@@ -200,7 +196,7 @@ def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTra
 
 
 class _Unproven(Exception):
-    """Raised, with the reason, if a trial training step does not reveal the classes that the module learns."""
+    """Raised if a trial run of ``training_step`` does not reveal the learned classes."""
 
 
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
@@ -253,7 +249,7 @@ def _plain_batch(trainer: L.Trainer, index: int) -> Any:
     if any(
         isinstance(data, Iterator) for part in tree_leaves(loader) for data in (part, getattr(part, "dataset", None))
     ):
-        raise ValueError("the loader is an iterator and returns each batch only once, so a trial would use up batches")
+        raise ValueError("the loader is an iterator, so a trial run of `training_step` would use up a batch of the fit")
     with isolated_generators(loader, 0):
         for batch, *_ in itertools.islice(CombinedLoader(loader, "min_size"), index, None):
             return batch
@@ -327,11 +323,10 @@ def has_forward(module: L.LightningModule) -> bool:
 
 @contextmanager
 def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-    """Context in which a module's ``forward`` runs ``training_step``'s computation, to follow neurons through layers.
+    """Context with a temporary ``forward``, for a module that computes only in ``training_step``.
 
-    If ``training_step`` calls one trained submodule, ``forward`` calls this submodule. Otherwise ``forward`` runs
-    ``training_step`` and returns the loss. Yields arguments for ``forward`` from a training batch: the first two
-    examples if all tensors have the same length, otherwise the whole batch.
+    If ``training_step`` calls exactly one trained submodule, ``forward`` calls this submodule. Otherwise ``forward``
+    runs ``training_step`` and returns the loss. The context yields arguments for ``forward``, from a training batch.
     """
     advice = "write a `forward` from the inputs to the outputs used in the loss"
     try:
@@ -368,7 +363,8 @@ def _loss_of_step(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> 
 
 @contextmanager
 def _silent_metrics(module: nn.Module) -> Iterator[None]:
-    """Context that disables torchmetrics metrics, because a traced graph cannot contain reads of tensor values."""
+    """Context that disables torchmetrics metrics."""
+    # A traced graph cannot contain reads of tensor values.
     replaced: list[tuple[nn.Module, dict[str, Any]]] = []
     for metric in find_metrics(module):
         nothing: Any = {} if isinstance(metric, MetricCollection) else torch.zeros(())

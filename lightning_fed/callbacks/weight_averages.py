@@ -1,9 +1,7 @@
-"""Lightning's weight averaging in a federation: each client averages the weights over local steps.
+"""Adapts Lightning's weight averaging to a federation, in which each client averages weights over local steps.
 
-The server averages the clients' models, and separately the clients' averaged weights.
-
-During a fit the averaged weights are additional tensors in the module's state. Rule, checks, messages and resuming
-therefore treat averaged weights like the model.
+During a fit the averaged weights are additional tensors in the module's state. The server averages these tensors
+over the clients like the model.
 """
 
 from __future__ import annotations
@@ -56,14 +54,14 @@ _AFTER_ROUNDS = (
 
 
 class WeightAverages(FederatedCallback):
-    """Adapts Lightning's ``WeightAveraging`` callback to a federation, until :meth:`restore`.
+    """Adapts Lightning's ``WeightAveraging`` callback to a federation.
 
-    Clients average weights over steps: ``should_update(step_idx=s)`` is called after each optimizer step, and ``s``
-    counts a client's steps over the rounds. Global models are averaged over rounds: ``should_update(epoch_idx=r)`` is
-    called after round ``r``.
+    A client can average the weights over local steps. ``should_update(step_idx=s)`` is then called after each step,
+    and ``s`` also counts the steps in earlier rounds. The server can average the global models over rounds, with
+    ``should_update(epoch_idx=r)`` after round ``r``. :meth:`restore` removes the adaptation.
 
     Raises:
-        MisconfigurationException: If the models of this fit cannot be averaged.
+        MisconfigurationException: If averages are not possible, for example over steps with personal entries.
     """
 
     def __init__(self, fit: FederatedFit, callbacks: list[Any]) -> None:
@@ -166,9 +164,9 @@ class WeightAverages(FederatedCallback):
         if not self.has_steps:
             if self._methods[0].original(step_idx=step_idx):
                 raise MisconfigurationException(
-                    f"Expected {self._name}.should_update to be true for a `step_idx` below {len(_TRIED_STEPS[0])} or "
-                    f"for none, but the first true value is for {step_idx}. Whether clients average weights over steps "
-                    f"must be known before the first round: start averaging earlier, or {_AFTER_ROUNDS}."
+                    f"Expected {self._name}.should_update to be true for a `step_idx` below {len(_TRIED_STEPS[0])}, or "
+                    f"never, but the first true value is for {step_idx}. The federation tries these steps before the "
+                    f"first round: start averaging earlier, or {_AFTER_ROUNDS}."
                 )
             return False
         steps = self._base + trainer.global_step - self._first_step

@@ -1,1 +1,1 @@
-"""Checks for a fit: finds attributes of the user's objects with values left by another client's training."""
+"""Checks for attributes with values from another client's training."""

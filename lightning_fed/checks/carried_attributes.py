@@ -65,30 +65,27 @@ _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 class CarriedAttributes:
-    """Finds attributes through which one client's training affects another client's training. Raises an error or warns.
+    """Finds attributes through which one client's training affects another client's training.
 
-    A *visit* is one client's training in a round. Reported are:
+    A *visit* is one client's training in a round. These are reported:
 
-    - attributes changed in one visit, and read in a later visit before the first write;
-    - class attributes, closure variables and global numbers used by methods, if two visits change the value;
-    - metrics, if a visit calls ``compute`` and the metric has updates from an earlier visit.
+    - attributes changed in one visit, and read in a later visit before the later visit writes them;
+    - class attributes, closure variables and global variables with a number, if two visits change the value;
+    - metrics, if a visit calls ``compute`` after updates in an earlier visit.
 
-    A report is an error if several clients train, two visits change the attribute, and the attribute belongs to an
-    optimizer, a scheduler or a *training callback*. A hook of a training callback changes parameters, gradients or
-    optimizer options. All other reports are warnings.
+    A report is usually a warning. A report is an error if several clients train, two visits change the attribute, and
+    the attribute belongs to an optimizer, a scheduler or a *training callback*. A training callback changes parameters,
+    gradients or optimizer options.
 
-    The search covers the module, submodules, the user's callbacks, the Trainer's optimizers, and per-step schedulers.
-    Attributes may be numbers, strings, tensors, arrays, random generators, optimizers, iterators, containers, functions
-    with closure variables, and objects with such attributes. In callbacks other than training callbacks, the search
-    covers only tensors, arrays, modules and optimizers. Excluded are layers from this package, the ``state_dict`` of
-    optimizers and schedulers, parameters and buffers, tensors with a gradient history, other global variables, and
-    objects nested deeper than five levels. With ``is_reset``, optimizers in attributes start every visit without state.
+    The search covers the module, submodules, callbacks, the Trainer's optimizers, and per-step schedulers. Parameters,
+    buffers, layers from this package, and objects nested deeper than five levels are excluded. In other callbacks, the
+    search covers only attributes with tensors, arrays, modules or optimizers.
 
     Args:
         module: The module.
         trainer: The Trainer, for its callbacks and optimizers.
         is_shared: Whether several clients train the module.
-        is_reset: Whether every visit starts with new optimizers.
+        is_reset: Whether every visit starts with new optimizers, also for optimizers in attributes.
     """
 
     def __init__(
@@ -112,7 +109,7 @@ class CarriedAttributes:
         self._read_metrics: set[str] = set()
 
     def start_round(self) -> None:
-        """Stores fingerprints of all attributes of module, callbacks and optimizers before a round's first training."""
+        """Records the values of all attributes before the round's first local training."""
         if self._is_reset:
             self._optimizers = list(self._find_optimizers())
         self._before = self._fingerprints()
@@ -127,7 +124,7 @@ class CarriedAttributes:
         self._watch()
 
     def start_visit(self) -> None:
-        """Starts the search in a client's training. Clears the states of optimizers stored in attributes."""
+        """Starts the search in one client's training, with empty states of optimizers in attributes."""
         self._clear_optimizers()
         self._num_visits += 1
         self._is_seen.clear()
@@ -155,7 +152,7 @@ class CarriedAttributes:
         return not (isinstance(owner, nn.Module) and _is_width(owner, attribute))
 
     def end_round(self, round: int) -> None:
-        """Warns of attributes that carry values between clients, or raises an error, see :class:`CarriedAttributes`."""
+        """Reports attributes with values from another client's training, by a warning or an error."""
         self._clear_optimizers()
         known, after = self._known, self._fingerprints()
         changed = self._differences(self._before, after)
@@ -169,9 +166,9 @@ class CarriedAttributes:
         refused = sorted(name for name in again if self._is_shared and self._is_training(self._places[name][0]))
         if refused:
             raise MisconfigurationException(
-                "Expected each client's training to start from the state at the round's start, but a client's training "
-                f"of {type(self._module).__name__} changed the attributes {_listed(refused)}, and a later client's "
-                f"training read the changed values: {self._advise(refused)}."
+                "Expected each client to start from the state at the round's start, but attributes of "
+                f"{type(self._module).__name__} pass values from client to client: one client's training changed "
+                f"{_listed(refused)}, and a later client's training read the new values: {self._advise(refused)}."
             )
         names = sorted((found | blind | self._read_metrics) - known.named)
         if names:

@@ -29,11 +29,11 @@ _DEPTH = 5
 def fingerprint(
     value: Any, memory: Collection[int] = (), skipped: frozenset[int] = frozenset(), depth: int = _DEPTH
 ) -> Any:
-    """Returns a summary of an attribute's value, such as a hash, to detect changes. Equal values have equal summaries.
+    """Returns a summary of a value, such as a hash, to detect changes. Equal values have equal summaries.
 
-    A summary covers ``depth`` levels of nested objects. An iterator has a new summary in each call, but a Python
-    generator before the first value has the arguments as summary. The summary is ``None`` for an unreadable value, for
-    tensors with a storage address in ``memory`` (parameters and buffers), and for objects with an id in ``skipped``.
+    A summary covers ``depth`` levels of nested objects. The summary is ``None`` for unreadable values, for tensors with
+    a storage address in ``memory``, and for objects with an id in ``skipped``. An iterator always counts as changed,
+    except a generator before the first value.
     """
     try:
         if isinstance(value, np.generic):  # NumPy's numbers compare with lists like arrays
@@ -67,7 +67,7 @@ def fingerprint(
 
 
 def parts(value: Any) -> Any:
-    """Returns a container's elements or an object's attributes, by key; ``None`` for a value without elements."""
+    """Returns a container's elements or an object's attributes, or ``None`` for a value without parts."""
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, list | tuple | deque):

@@ -1,1 +1,1 @@
-"""Client side of a federation: the local model, optimizers, and stores for client state between rounds."""
+"""Code for the client: the local model, the optimizers, and stores for client state."""

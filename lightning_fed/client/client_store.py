@@ -1,6 +1,6 @@
-"""Stores for client state between rounds: personal entries, optimizer state, and tensors of callbacks.
+"""Stores for client state between rounds, such as personal entries and optimizer state.
 
-Each round writes a new version, so a run that resumes from an earlier checkpoint does not read later tensors.
+Each round writes a new version, so a run resumed from an earlier checkpoint reads no later tensors.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _DIGEST = "sha256"
 
 
 class ClientStore(ABC):
-    """Stores each client's tensors between rounds. Only tensors of the current round's clients need memory."""
+    """Base class of stores for each client's tensors between rounds."""
 
     @abstractmethod
     def get(self, client: Client) -> State | None:
-        """Returns a client's latest tensors, which the caller must not change, or ``None`` if nothing is stored."""
+        """Returns a client's latest tensors, or ``None`` if nothing is stored. The caller must not change them."""
 
     def clients(self) -> Collection[Client]:
         """Returns the clients with stored tensors."""
@@ -46,25 +46,25 @@ class ClientStore(ABC):
 
     @abstractmethod
     def commit(self, round: int, clients: Collection[Client]) -> None:
-        """Keeps the tensors that ``clients`` stored in ``round``, and deletes all other tensors from this round."""
+        """Deletes the tensors stored in ``round``, except those from ``clients``."""
 
     @abstractmethod
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """Returns the state of the store before round ``round``, for a checkpoint: tensors and primitives."""
+        """Returns the store's state before ``round``, for a checkpoint."""
 
     @abstractmethod
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the store from the result of :meth:`checkpoint`. ``restore(0, {})`` removes all clients' state."""
+        """Restores the state from :meth:`checkpoint`. ``restore(0, {})`` removes all clients' state."""
 
     def start(self, process_group: ProcessGroup) -> None:  # noqa: B027 - optional
         """Prepares the store in each process, before the first round and again after :meth:`restore`."""
 
     def share(self, round: int) -> Any:
-        """Returns the tensors stored by this process in ``round``, for :meth:`join` in other processes."""
+        """Returns the tensors that this process stored in ``round``, for :meth:`join` in other processes."""
         raise NotImplementedError(f"{type(self).__name__} supports client state only in one process.")
 
     def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional
-        """Adds tensors stored by another process. ``share`` is the result of :meth:`share` in the other process."""
+        """Adds tensors stored by another process. ``share`` is the other process's result of :meth:`share`."""
 
 
 def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientStore:
@@ -75,7 +75,7 @@ def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientSto
 
 
 class MemoryStore(ClientStore):
-    """Store for clients' state in memory and in checkpoints, for up to hundreds of clients with small state."""
+    """Store in memory and in checkpoints, for up to hundreds of clients with small state."""
 
     def __init__(self) -> None:
         self._states: dict[Client, State] = {}
@@ -121,13 +121,12 @@ class MemoryStore(ClientStore):
 class FolderStore(ClientStore):
     """Client store with safetensors files: ``<folder>/run-0/<client>/<round>.safetensors``.
 
-    A new fit starts the folder's next run, without changes to earlier runs. A resumed fit continues the checkpoint's
-    run. A client whose file is missing, unreadable or changed is excluded from the round, because a silent restart from
-    the initial state would be wrong.
+    A new fit starts the folder's next run, and does not change earlier runs. A resumed fit continues the checkpoint's
+    run. A client whose file is missing, unreadable or changed is excluded from the round.
 
-    Files are written atomically, with checksums. A training checkpoint contains no tensors from the store. Runs can
-    resume from the last two checkpoints; a new checkpoint deletes versions that the previous checkpoint does not need.
-    Resuming from an older checkpoint is an error, except with ``keep_all``.
+    A training checkpoint contains no tensors from the store. Runs can resume from the last two checkpoints. Each new
+    checkpoint deletes the files that these two do not need. Resuming from an older checkpoint is an error, except with
+    ``keep_all``.
 
     Args:
         folder: Folder for the files, created if necessary; for several processes on a shared file system.
@@ -234,8 +233,8 @@ class FolderStore(ClientStore):
     def restore(self, round: int, state: dict[str, Any]) -> None:
         """Continues with the files of the checkpoint's run. Ignores files from ``round`` or later.
 
-        Raises an error if the checkpoint itself contains the clients' tensors, because the fit had a
-        :class:`MemoryStore`, or if files from before ``round`` have been deleted.
+        Raises an error if necessary files have been deleted, or if the checkpoint is from a fit with a
+        :class:`MemoryStore`.
         """
         if state.get("clients"):
             raise ValueError(
@@ -247,10 +246,10 @@ class FolderStore(ClientStore):
             raise ValueError(f"Expected the store's `run` in the checkpoint to be a number, but got {self._run!r}.")
         if self._run is not None and self._oldest.exists() and round < int(self._oldest.read_text()):
             raise ValueError(
-                f"The folder {str(self.folder)!r} no longer contains the client state after {round} rounds, but only "
-                f"the state for the last two checkpoints, from {self._oldest.read_text()} rounds on. Resume from one "
-                "of these checkpoints, or restore a copy of the folder. In future runs, "
-                f"store=FolderStore({str(self.folder)!r}, keep_all=True) deletes nothing."
+                f"The folder {str(self.folder)!r} no longer contains the client state after {round} rounds, only states "
+                f"from {self._oldest.read_text()} rounds on. Resume from one of the last two checkpoints, "
+                "or restore a copy of the folder. To keep all files in future runs, set "
+                f"store=FolderStore({str(self.folder)!r}, keep_all=True)."
             )
         self._resumed_at = self._last_checkpoint = round
         self._kept = set(state.get("kept", ()))
@@ -258,11 +257,11 @@ class FolderStore(ClientStore):
         self._prunable.clear()
 
     def newest(self, client: Client) -> int:
-        """Round of a client's latest stored tensors; -1 for a client without stored tensors."""
+        """Returns the round of a client's latest tensors, or -1 if nothing is stored."""
         return max((version for version, _ in self._versions(client)), default=-1)
 
     def prune(self, client: Client, round: int) -> None:
-        """Deletes a client's files from rounds before ``round``, except the newest file among these."""
+        """Deletes a client's files from rounds before ``round``, except the newest of these files."""
         for _, path in [version for version in self._versions(client) if version[0] < round][:-1]:
             path.unlink()
 

@@ -1,4 +1,4 @@
-"""Uses the user's module as a client's model: loads broadcasts, stores client state, and builds updates."""
+"""Loads clients' models into the user's module, and builds updates from the trained module."""
 
 from __future__ import annotations
 
@@ -47,12 +47,10 @@ class LocalModel:
     When no client trains, the module has the global model. A client's model consists of these tensors:
 
     - Shared entries (parameters and buffers in ``state_dict``) have the values from the server's broadcast.
-    - Sliced entries are tables; clients receive only some rows. The rows replace the parameter's data without a copy;
-      all other values are copied into the module's tensors.
+    - Sliced entries are tables; clients receive only some rows. During the training, the parameter has only these rows.
     - Frozen entries have the server's values. Personal entries have the values from the client's store, at first the
       server's initial values.
-    - Buffers outside ``state_dict`` have the values from the round's start. Parameters outside ``state_dict`` must not
-      change. A client's training therefore passes no information to the next client.
+    - Buffers outside ``state_dict`` have the values from the round's start. Parameters outside must not change.
     - Tensors and layers added in training are removed afterwards. If all clients add equal tensors, the tensors are
       restored after the round.
 
@@ -109,10 +107,10 @@ class LocalModel:
         self.dropped = set[str]()
 
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
-        """Returns copies of the parameters and buffers shared with the server. Sliced entries are not copied.
+        """Returns copies of the parameters and buffers shared with the server.
 
-        Sliced entries are tables: clients receive and train copies of some rows only. To save memory, a tensor in
-        ``known`` with the same name and values is returned instead of a new copy.
+        If ``known`` has an equal tensor of the same name, this tensor is returned instead of a copy. Sliced entries
+        (tables; clients receive only some rows) are not copied.
         """
         self._find_entries()
         known = {name: value for name, value in (known or {}).items() if name in self.entries}
@@ -125,8 +123,8 @@ class LocalModel:
     def load_global(self, state: Mapping[str, Tensor]) -> None:
         """Loads the global model: shared entries from ``state``, and all other entries from ``server_entries``.
 
-        Sliced entries (clients receive only some rows) are not copied: the module uses the tensors in ``state``, so the
-        caller must not change these tensors afterwards.
+        Sliced entries (tables; clients receive only some rows) are not copied. The caller must not change these
+        tensors afterwards.
         """
         self.load({**state, **self.server_entries})
         additions, self._additions = self._additions, {}
@@ -148,14 +146,15 @@ class LocalModel:
         stored: State | None = None,
         own_model: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Loads a client's model: shared entries from ``state``, personal entries from ``stored`` or the store.
+        """Loads a client's model: shared entries from ``state``, and the client's personal entries.
 
-        For an evaluation, ``own_model`` contains entries of the client's own model, which take precedence. Without
-        ``own_model``, sliced entries (clients receive only some rows) are copied, to share no memory with ``state``.
+        Personal entries come from ``stored``, by default from the store. In an evaluation, entries in ``own_model``
+        (the client's own model) replace all others.
         """
         stored = self.recall(client) if stored is None else stored
         personal = {name: value for name, value in stored.items() if not name.startswith(_PREFIXES)}
         if own_model is None:
+            # Training must not change the server's rows.
             copies = {name: state[name].clone() for name in self.sliced if name in state}
             self.load({**state, **copies, **self.server_entries, **self._initial, **personal})
         else:
@@ -182,9 +181,9 @@ class LocalModel:
             self.store.put(client, round, client_state)
 
     def find_personal_fault(self, client: Client) -> str | None:
-        """Describes the first personal entry that changed shape or dtype, or became implausible, in training.
+        """Describes the first faulty personal entry after training, or returns ``None``.
 
-        Implausible values are NaN, infinite or extreme; such entries are accepted if implausible before the training.
+        Faults are another shape or dtype, and values that became NaN, infinite or extreme in this training.
         """
         if not self.personal:
             return None
@@ -198,7 +197,7 @@ class LocalModel:
         return find_implausible({name: personal[name] for name in was_plausible})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Builds an update from :meth:`global_state`. A trained tensor missing in ``state_dict`` raises an error."""
+        """Builds the client's update, see :meth:`global_state`. Raises an error if training changed other tensors."""
         self._check_unsaved()
         return ClientUpdate(client, num_samples, self.global_state(known))
 
@@ -294,7 +293,7 @@ def memory_of(stored: State) -> State:
 
 
 def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:
-    """Deletes a client's stored callback tensors with the name prefix ``prefix``. ``round`` is the current round."""
+    """Deletes a client's stored callback tensors whose names start with ``prefix``. ``round`` is the current round."""
     client_state = store.get(client) or {}
     remaining = {name: value for name, value in client_state.items() if not name.startswith(f"{_MEMORY}{prefix}")}
     store.put(client, round, remaining)

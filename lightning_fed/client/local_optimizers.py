@@ -16,24 +16,23 @@ from lightning_fed.numerics.trees import copy_tree
 class LocalOptimizers:
     """Optimizers, per-step schedulers and loss scale of a round, reset before each client's training.
 
-    All clients start with the same hyper-parameters (such as learning rates from epoch schedulers), per-step scheduler
-    states and loss scale. Optimizer buffers (such as momentum) start with the initial values or, with ``mode="keep"``,
-    with the values after the client's last training. After the round, the per-step schedulers take the states from the
-    client with the median number of steps. The new loss scale is the median over the clients. Medians limit the
-    influence of single clients. With one client the result equals plain training.
+    - Before a client trains: hyper-parameters (such as learning rates), scheduler states and loss scale have the values
+      at the round's start. Optimizer buffers (such as momentum) have the initial values. With ``mode="keep"``, these
+      buffers have the values after the client's last training.
+    - After the round: per-step schedulers continue from the client with the median number of steps. The new loss scale
+      is the median over the clients.
 
     Args:
         optimizers: The optimizers.
         step_schedulers: Learning-rate schedulers that step after every batch.
         scaler: Object with the loss scale, with ``state_dict`` and ``load_state_dict``.
-        mode: ``"reset"`` or ``"keep"`` (see above), or ``"continue"`` for a fit equal to plain training: no reset,
-            except after a round without a valid update.
+        mode: ``"reset"`` or ``"keep"`` (see above), or ``"continue"`` for a single client: no reset, except after a
+            round without a valid update.
         epoch_schedulers: Schedulers that the Trainer steps at the round's last batch. If an epoch scheduler and a
-            per-step scheduler share an optimizer, both take the state from the client with the median number of steps.
+            per-step scheduler share an optimizer, both continue from the client with the median number of steps.
 
     Attributes:
-        finals: Scheduler states and loss scale after each client's training, by the client's position in the round;
-            empty without schedulers and loss scale.
+        finals: Scheduler states and loss scale after each client's training, by the client's index in the round.
     """
 
     def __init__(
@@ -70,10 +69,10 @@ class LocalOptimizers:
     def start_visit(
         self, packed: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """Resets optimizers, schedulers and loss scale to the round's start, then loads the client's optimizer state.
+        """Prepares the optimizers, schedulers and loss scale for one client's training.
 
-        ``packed`` is the optimizer state from the client's last training. ``rows`` lists pairs (parameter, row
-        indices): the client received only these rows, so the parameter's optimizer buffers are cut to these rows.
+        All have the values at the round's start, except the optimizer state in ``packed``, from the client's last
+        training. ``rows`` lists pairs (parameter, row indices) for parameters of which the client has only some rows.
         """
         if self.mode == "continue":
             return
@@ -86,16 +85,16 @@ class LocalOptimizers:
         self._step_again(snapshot["epoch_schedulers"])
 
     def end_visit(self, position: int = 0) -> State:
-        """Stores scheduler states of client number ``position``. Returns optimizer states to store on the client."""
+        """Stores the scheduler states of client number ``position``. Returns the client's optimizer state."""
         if self.has_lasting_state:
             self.finals[position] = self.capture(buffers=False)
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
 
     def end_round(self, counting: Collection[int]) -> None:
-        """Resets optimizer buffers such as momentum after a round, but keeps learning rates set by epoch schedulers.
+        """Prepares optimizers and schedulers for the next round.
 
-        ``counting`` lists the clients with a valid update, as indices among the round's clients. From these clients,
-        the client with the median number of steps (lower median) provides the new states of per-step schedulers.
+        Optimizer buffers such as momentum are reset. Per-step schedulers continue from the client with the lower median
+        number of steps. ``counting`` has the indices of the clients with a valid update. Only these clients count.
         """
         if self.mode == "continue" and counting:
             return
@@ -149,7 +148,7 @@ class LocalOptimizers:
         ]
 
     def capture(self, buffers: bool = True) -> dict[str, Any]:
-        """Copies hyperparameters, scheduler states and loss scale; with ``buffers``, also momentum and other states."""
+        """Copies hyper-parameters, scheduler states and loss scale, with ``buffers`` also optimizer buffers."""
         state: dict[str, Any] = {
             "groups": [_hyperparameters(optimizer) for optimizer in self.optimizers],
             "schedulers": [copy_tree(scheduler.state_dict()) for scheduler in self.step_schedulers],

@@ -1,4 +1,4 @@
-"""Optimizer state as a flat dictionary of tensors, for the client store."""
+"""Packs optimizer state into a flat dictionary of tensors, for the client store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GROUP = "group"
 
 
 def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
-    """Packs optimizer buffers (tensors or numbers), and counters in parameter groups, into a flat dictionary."""
+    """Packs optimizer buffers (such as momentum) and step counts into a flat dictionary."""
     packed: State = {}
     for number, optimizer in enumerate(optimizers):
         counted = {f"{_GROUP}{place}": numbers for place, numbers in enumerate(_counted(optimizer))}
@@ -41,7 +41,7 @@ def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
 
 
 def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tensor]) -> None:
-    """Restores optimizer buffers and counters from :func:`pack_optimizers`, but no hyper-parameters."""
+    """Restores the result of :func:`pack_optimizers`. Hyper-parameters do not change."""
     states: list[dict[Any, dict[str, Any]]] = [{} for _ in optimizers]
     for key, value in packed.items():
         number, parameter, name, kind = key.removeprefix(OPTIMIZER).split(":")

@@ -1,4 +1,4 @@
-"""Client data: partitions of data sets, client populations, and the dataloader for rounds."""
+"""Client data: partitions of data sets, clients with separate data, and the dataloader for a round."""
 
 from lightning_fed.lazy_names import attach_names as _attach_names
 

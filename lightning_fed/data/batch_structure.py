@@ -1,4 +1,4 @@
-"""Splits a batch into a list of tensors and a description of the nested containers, and rebuilds the batch."""
+"""Finds, compares and replaces the tensors in a nested batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def batch_structure(batch: Any, tensors: list[Tensor]) -> Any:
-    """Describes a batch's containers, shapes and dtypes, to compare batches. Appends the tensors to ``tensors``."""
+    """Describes a batch's containers, shapes and dtypes. Appends the batch's tensors to ``tensors``."""
     if isinstance(batch, Tensor):
         tensors.append(batch)
         return batch.shape, batch.dtype, batch.device

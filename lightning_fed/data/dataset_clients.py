@@ -32,11 +32,10 @@ SampleTransform: TypeAlias = Callable[[Any], Any]
 
 
 class DatasetClients(Population):
-    """Clients with one map-style data set each, or with parts of one map-style data set.
+    """Clients with map-style data sets.
 
-    One ``DataLoader`` serves all clients: its workers persist, and fetch the next client's batches while the current
-    client trains. A single example at the end of a pass is added to the previous batch, because BatchNorm needs two
-    examples.
+    One ``DataLoader`` serves all clients, so workers fetch the next client's batches while the current client trains.
+    A single example at the end of a pass is added to the previous batch, because BatchNorm needs two examples.
 
     Args:
         source: The clients' examples.
@@ -154,14 +153,14 @@ class DatasetClients(Population):
 
 
 class BatchedDataset(Dataset[Any]):
-    """Abstract data set that returns whole batches in one operation, by :meth:`get_batch`."""
+    """Base class of data sets that return a whole batch at once."""
 
     def get_batch(self, indices: Any) -> Any:
-        """Returns the batch of the samples at ``indices``, as ``default_collate`` would."""
+        """Returns the samples at ``indices`` as a batch, in the format of ``default_collate``."""
 
 
 class ClientSource(Dataset[Any]):
-    """Data set with the examples of all clients, indexed by a :class:`BatchRequest`. Caches two clients' data sets."""
+    """Data set with all clients' examples, indexed by a :class:`BatchRequest`."""
 
     def __init__(
         self,
@@ -207,7 +206,7 @@ class ClientSource(Dataset[Any]):
 
 
 class ClientSubset(Subset[Any]):
-    """A client's part of a data set: the samples at `indices`, shape (n,), changed by `transform`."""
+    """A client's part of a data set: the samples at `indices`, with an optional transform."""
 
     indices: np.ndarray  # type: ignore[assignment]
 
@@ -228,7 +227,10 @@ def client_subsets(
     indices: Mapping[Client, np.ndarray],
     transform: Callable[[Client], SampleTransform | None] | None = None,
 ) -> Mapping[Client, ClientSubset]:
-    """Maps each client to the samples ``indices[client]`` from a data set, changed by ``transform(client)``."""
+    """Splits a data set into clients, by the indices of each client's samples.
+
+    ``transform(client)`` returns a function that transforms this client's samples.
+    """
     while (
         isinstance(dataset, Subset) and type(dataset) is Subset
     ):  # so batches come directly from the underlying data set
@@ -249,7 +251,10 @@ def _read_samples(dataset: Dataset[Any], indices: np.ndarray) -> list[Any]:
 
 
 class BatchRequest(NamedTuple):
-    """Request to a worker process for a batch: client, indices of examples (or an error), and augmentation seed."""
+    """Request to a worker process for one batch of a client.
+
+    ``positions`` are the indices of the examples. ``seed`` seeds the augmentation.
+    """
 
     client: Client
     positions: np.ndarray | Exception

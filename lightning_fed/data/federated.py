@@ -34,14 +34,14 @@ ClientData: TypeAlias = Dataset[Any] | Iterable[Any]
 
 
 class EvaluationData(L.LightningDataModule):
-    """Datamodule with validation and test data, either common to all clients or separate by client.
+    """Datamodule with validation and test data, common to all clients or separate for each client.
 
     Args:
-        val: Validation data: dataloaders as in ``Trainer.fit``, a data set, or a mapping from client to a data set, a
-            dataloader or a list of dataloaders.
+        val: Validation data: dataloaders as in ``Trainer.fit``, or a data set, or a mapping from client to the
+            client's data set or dataloaders.
         test: Test data, in the same formats.
-        known_clients: Function that returns the client names. A mapping without any client name as key is treated as
-            named dataloaders, as in Lightning.
+        known_clients: Function that returns the client names. A mapping without any of these names has dataloaders
+            as values, as in Lightning.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class EvaluationData(L.LightningDataModule):
                 setattr(self, hook, getattr(super(), hook))
 
     def val_dataloader(self) -> Any:
-        """Returns the validation dataloaders. For a mapping by client, one dataloader chains the clients' data."""
+        """Returns the validation dataloaders. Separate data of clients are chained into one dataloader."""
         return self._evaluation_loader(self.val)
 
     def test_dataloader(self) -> Any:
@@ -71,7 +71,7 @@ class EvaluationData(L.LightningDataModule):
         return self._is_of_clients(data) and bool(data)  # a loader may have no length
 
     def val_clients(self) -> Mapping[Client, Iterable[Any]]:
-        """Maps clients to validation dataloaders, created on access; empty unless ``val`` is a mapping by client."""
+        """Maps clients to validation dataloaders. Empty if the validation data are common to all clients."""
         return self._loaders(self.val) if self._is_of_clients(self.val) else {}
 
     def test_clients(self) -> Mapping[Client, Iterable[Any]]:
@@ -124,7 +124,7 @@ class EvaluationData(L.LightningDataModule):
 
 
 class LoaderDataModule(EvaluationData):
-    """Datamodule with a training dataloader, which a partition splits into clients, and with validation data.
+    """Datamodule with one training dataloader, to be split into clients, and with validation data.
 
     Args:
         train: The training dataloader.
@@ -158,14 +158,14 @@ class FederatedDataModule(EvaluationData):
     trains on the pooled data of all clients, as a centralised baseline.
 
     Args:
-        clients: Training data by client, or a sequence (clients 0, 1, ...): map-style data sets, or ``DataLoader`` s
-            with their own batch size and order. :class:`~lightning_fed.data.LazyClients` builds the data on access.
-        val: Validation data: loaders as in ``Trainer.fit``, a data set, or a mapping by client. A mapping is evaluated
-            on the pooled data, and by client, with the client's personal parameters if any.
+        clients: Training data by client, either data sets or ``DataLoader`` objects. In a sequence, the clients are 0,
+            1, ... A :class:`~lightning_fed.data.LazyClients` builds the data on access.
+        val: Validation data: loaders as in ``Trainer.fit``, a data set, or a mapping by client. With a mapping, scores
+            are logged for the pooled data and for every client.
         test: Test data, in the same formats.
         batch_size: Examples per batch, for clients given as data sets.
-        shuffle: Whether each epoch of each visit reads the examples in a new order.
-        drop_last: Whether to drop a trailing batch that is not full.
+        shuffle: Whether every pass over a client's data has a new order.
+        drop_last: Whether to drop an incomplete last batch.
         num_workers: Worker processes for the dataloaders.
         pin_memory: See ``DataLoader``.
         persistent_workers: Whether worker processes persist between rounds.
@@ -260,8 +260,7 @@ def datamodule_of_handed(
 ) -> EvaluationData:
     """Builds the datamodule for data passed directly to ``Trainer.fit``.
 
-    ``train`` is a mapping by client, or a ``DataLoader`` or map-style data set, which ``partition`` splits. For a
-    partition with only one client, ``train`` may be any data accepted by a plain Trainer.
+    ``train`` contains separate data for each client, or one ``DataLoader`` or data set for ``partition`` to split.
     """
     brings_clients = isinstance(train, Mapping | list | tuple) and not is_one_client(partition)
     if brings_clients and partition is not None:
@@ -278,9 +277,9 @@ def datamodule_of_handed(
 
 
 class ChainedLoaders:
-    """Iterates over the clients' dataloaders, one after another. `client` is the client of the last batch.
+    """Iterates over the clients' dataloaders, one after another. `client` is the last batch's client.
 
-    After an exception the remaining batches of the client are skipped.
+    After an exception in a client's dataloader, iteration continues with the next client.
 
     Example:
         >>> loader = ChainedLoaders([[1, 2], [3]])
@@ -310,7 +309,7 @@ class ChainedLoaders:
 
 
 def evaluated_client(trainer: L.Trainer) -> Client | None:
-    """Returns the client of the current validation or test batch, or ``None`` if the data are common to all clients."""
+    """Returns the client of the current validation or test batch, or ``None`` for data without clients."""
     if trainer.testing:
         loaders = trainer.test_dataloaders
     else:
@@ -321,7 +320,8 @@ def evaluated_client(trainer: L.Trainer) -> Client | None:
 
 
 def copy_loader(loader: Any) -> Any:
-    """Copies a dataloader with persistent workers, because a second iterator on one dataloader would end the first."""
+    """Returns a dataloader that can be read while another iterator reads ``loader``."""
+    # With persistent workers, a second iterator would end the first.
     if isinstance(loader, ChainedLoaders):
         return ChainedLoaders([copy_loader(part) for part in loader.loaders], loader.clients)
     if not getattr(loader, "persistent_workers", False):
@@ -332,7 +332,7 @@ def copy_loader(loader: Any) -> Any:
 
 
 def split_loaders(data: Any) -> Sequence[Any]:
-    """Converts a client's evaluation data (one or several dataloaders) to a list of dataloaders.
+    """Converts one or several dataloaders to a list of dataloaders.
 
     Example:
         >>> split_loaders([DataLoader([1]), DataLoader([2])])[1].dataset, len(split_loaders(DataLoader([1])))
@@ -348,7 +348,7 @@ def _is_several(data: Any) -> bool:
 
 
 def as_mapping(clients: Any, name: str) -> Mapping[Client, Any]:
-    """Converts client data to a mapping by client. Items of a sequence become clients 0, 1, ..."""
+    """Converts client data to a mapping by client. In a sequence, the clients are 0, 1, ..."""
     if isinstance(clients, Mapping):
         return clients
     if isinstance(clients, Sequence) and not isinstance(clients, str):

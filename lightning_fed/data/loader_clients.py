@@ -37,13 +37,12 @@ _END = object()
 
 
 class LoaderClients(Population):
-    """Clients with one ``DataLoader`` (or iterable over batches) per client, read one after another.
+    """Clients with one ``DataLoader`` each, or another iterable over batches.
 
     Args:
-        loaders: Maps clients to loaders. A client may have several loaders (a ``CombinedLoader``, mapping or sequence),
-            and a batch then contains one batch per dataloader. The mapping may build dataloaders on access.
-        is_plain: Whether the federation has a single client, as in a fit without federation. The client's dataloader
-            then needs neither a length nor a data set.
+        loaders: Maps clients to dataloaders. With several dataloaders for a client, as in a ``CombinedLoader``, every
+            batch contains a batch from each.
+        is_plain: Whether the federation has a single client. The client's dataloader then needs no length.
         class_numbers: Maps class names to class numbers. A client with contradictory numbers is refused.
     """
 
@@ -58,11 +57,10 @@ class LoaderClients(Population):
         self._in_order: dict[Client, Any] = {}  # loaders whose shuffling was removed
 
     def num_samples(self, client: Client) -> int:
-        """Number of the client's examples: the sampler's or data set's length, otherwise counted in one pass.
+        """Number of the client's examples.
 
-        A custom sampler's length takes precedence over the data set's length, because such a sampler may draw many
-        examples (geographic windows) from few files. For several dataloaders, the longest counts (in mode
-        ``"min_size"`` the shortest). For a dataloader without length, the number is ``local_steps`` times batch size.
+        The number comes from the sampler or the data set, or else from one pass over the batches. For a dataloader
+        without length, the number is ``local_steps`` times the batch size.
         """
         return self._count(client, self._loader(client))
 
@@ -115,7 +113,7 @@ class LoaderClients(Population):
         return sized_len(loader) is None or not isinstance(getattr(leading, "dataset", None), Sized)
 
     def gives_all(self, client: Client) -> bool:
-        """True if a pass over the dataloader contains every example: nothing is dropped or drawn with replacement."""
+        """True if a pass over the client's dataloader contains every example."""
         return self._gives_all(self._loader(client))
 
     def _gives_all(self, loader: Any) -> bool:
@@ -219,12 +217,13 @@ def _drawn_samples(loader: Any, most: int) -> int:
     # Clients may share a data set, each with a sampler over its part.
     if not isinstance(sampler, Sized):
         return most
+    # A custom sampler may draw many examples (such as geographic windows) from few files.
     is_known = type(sampler).__module__.startswith("torch.")
     return min(len(sampler), most) if is_known else len(sampler)
 
 
 class _Streams:
-    """Iterable over the batches in a ``CombinedLoader``. Refuses the mode ``"sequential"``."""
+    """Iterable over the batches of a ``CombinedLoader``, except in mode ``"sequential"``."""
 
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined, self.mode = combined, combined._mode  # noqa: SLF001 - no public name
@@ -240,7 +239,7 @@ class _Streams:
 
     @property
     def leading(self) -> int:
-        """Index of the longest dataloader (the shortest in mode ``"min_size"``). A pass ends with this dataloader."""
+        """Index of the dataloader that ends a pass: the longest, or in mode ``"min_size"`` the shortest."""
         lengths = [math.inf if (length := sized_len(stream)) is None else length for stream in self.streams]
         return lengths.index(min(lengths) if self.mode == "min_size" else max(lengths))
 
@@ -255,7 +254,7 @@ def has_loader(loaders: Any) -> bool:
 
 
 def check_client_loader(loader: Any) -> None:
-    """Refuses an array, a data set or a table as a client's dataloader."""
+    """Refuses arrays, tables and containers with data sets as a client's data."""
     arrays = loader if isinstance(loader, tuple | list) else (loader,)
     is_of_arrays = bool(arrays) and all(isinstance(array, Tensor | np.ndarray) for array in arrays)
     # A list may contain batches of equal type and shape.
@@ -280,16 +279,16 @@ def check_client_loader(loader: Any) -> None:
 
 @contextmanager
 def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
-    """Context that seeds the random generators for a dataloader, and finally restores the earlier states.
+    """Context with seeded random generators for a dataloader. Restores the earlier states afterwards.
 
     Raises:
-        ValueError: If the dataloader has persistent workers, because the workers' random state belongs to training.
+        ValueError: If the dataloader has persistent workers.
     """
     if any(getattr(part, "persistent_workers", False) for part in _parts(loader)):
         raise ValueError(
-            "Expected a loader without persistent workers, because the client's examples are also read outside "
-            "training, and persistent workers allow only one pass at a time: set `persistent_workers=False`, or avoid "
-            "the other pass by `ClassPrototypes(passes='online')` or `SampledSoftmax(classes=...)`"
+            "Expected a loader without persistent workers, because the client's examples are read a second time during "
+            "training, and such a loader allows only one iterator: set `persistent_workers=False`, or avoid the second "
+            "iterator by `ClassPrototypes(passes='online')` or `SampledSoftmax(classes=...)`"
         )
     with seeded_own_generators(_owners(loader), seed):
         yield
@@ -308,21 +307,21 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def set_epoch(samplers: list[Any], epoch: int) -> None:
-    """Calls ``set_epoch(epoch)`` on all samplers with a method ``set_epoch``."""
+    """Calls ``set_epoch(epoch)`` on all samplers with this method."""
     for sampler in samplers:
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)
 
 
 def own_generators(owners: list[Any]) -> list[torch.Generator]:
-    """Returns the random generators in the attribute ``generator`` of dataloaders and samplers."""
+    """Returns the random generators of dataloaders and samplers, from the attribute ``generator``."""
     generators = [getattr(owner, "generator", None) for owner in owners]
     return [generator for generator in generators if isinstance(generator, torch.Generator)]
 
 
 @contextmanager
 def seeded_own_generators(owners: list[Any], seed: int) -> Iterator[None]:
-    """Context that seeds the dataloaders' and samplers' random generators, and finally restores the earlier states."""
+    """Context with seeded generators for dataloaders and samplers. Restores the earlier states afterwards."""
     states = [(generator, generator.get_state()) for generator in own_generators(owners)]
     for generator, _ in states:
         generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Base class of partitions, which split a data set over clients."""
+"""Base class of partitions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MapDataset = Dataset[Any] | Sequence[Any]
 
 
 class Partition(abc.ABC):
-    """Splits a data set over clients, as a pure function of the data set and a seed.
+    """Base class of partitions: a partition splits a data set over clients.
 
     Custom partitions override :meth:`split`. If ``seed`` is None, the federation's seed is used.
     """
@@ -29,10 +29,10 @@ class Partition(abc.ABC):
 
     @abc.abstractmethod
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, npt.NDArray[np.int64]]:
-        """Returns the indices of each client's samples, by client. Each index occurs at most once."""
+        """Returns the indices of each client's samples. Each index occurs at most once."""
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any] | None:
-        """Returns a picklable function that transforms a client's samples, or ``None`` if samples stay unchanged."""
+        """Returns a function that transforms each of a client's samples, or ``None``."""
         return None
 
     def seed_of(self, federation_seed: int) -> int:

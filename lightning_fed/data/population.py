@@ -1,4 +1,4 @@
-"""The population: a federation's clients, with each client's data as a source of batches."""
+"""A federation's clients with their data, and random generators for reproducible batches."""
 
 from __future__ import annotations
 
@@ -32,21 +32,20 @@ LONGEST_NAME = 1000
 
 @dataclass
 class PlannedVisit:
-    """A visit (one client's training in a round), with the size of the client's data, and the training progress.
+    """A planned visit (one client's training in a round), with its progress.
 
     Args:
         visit: The visit as scheduled.
         num_samples: Number of the client's examples.
-        num_batches: Number of batches in the visit; for a dataloader without length, the maximum number.
-        fault: Reason why the visit failed; ``None`` without a failure.
+        num_batches: Number of batches in the visit. For a dataloader without length, the largest possible number.
+        fault: Reason for a failure of the visit, if any.
         position: Index of the visit in the round, from 0.
-        error: Exception that caused the failure, if any, without traceback.
+        error: Exception that caused the failure, if any.
         epoch_batches: Batches in one pass over the client's data; ``None`` if the data have no length.
-        pass_batches: Number of batches in each pass, if a sampler returns passes with different lengths; otherwise
-            empty.
-        is_over: Whether the client's training has ended early, so the remaining batches are skipped.
-        is_stream: Whether the visit ends when the client's dataloader ends, because the dataloader has no length.
-        is_counted: Whether ``num_samples`` is unknown at first, and counted during the first pass.
+        pass_batches: Number of batches in each pass, if passes have different lengths; otherwise empty.
+        is_over: Whether the client's training has ended early.
+        is_stream: Whether the dataloader has no length, so that the visit ends with the dataloader.
+        is_counted: Whether the client's examples are counted during the first pass.
     """
 
     visit: Visit
@@ -67,7 +66,10 @@ class PlannedVisit:
 
 @dataclass(slots=True)
 class VisitBatch:
-    """One batch, or the exception from loading the batch. ``is_last``: last batch of a dataloader without length."""
+    """One batch of a visit, or the exception from loading the batch.
+
+    ``position`` is the visit's index. ``is_last`` marks the last batch of a dataloader without length.
+    """
 
     position: int
     batch: Any = None
@@ -77,28 +79,27 @@ class VisitBatch:
 
     @classmethod
     def failed(cls, position: int, error: Exception) -> VisitBatch:
-        """Creates an item with an exception instead of a batch, without traceback: a traceback keeps workers alive."""
+        """Creates an item with an exception instead of a batch."""
+        # A traceback would keep worker processes alive.
         trace = "".join(traceback.format_exception(error))
         return cls(position, error=error.with_traceback(None), trace=trace)
 
 
 class Population(ABC):
-    """All clients and the clients' data.
+    """Base class of populations: a federation's clients with their training data.
 
     Args:
         clients: The client names in a fixed order; may be a lazy sequence such as ``range(1_000_000)``.
 
     Attributes:
-        has_raised: Whether the traceback of a client's exception was already logged.
-        sampling: Draws the examples of every training batch, such as ``privacy.poisson.PoissonSampling``; if ``None``,
+        has_raised: Whether a client's data or training step has raised an exception. Only the first is logged.
+        sampling: Draws the examples of every training batch, such as ``privacy.poisson.PoissonSampling``. By default
             training passes over all examples.
-        local_steps: Number of batches for a client in a round, also if dataloaders have no length; if ``None``, whole
-            passes.
-        local_epochs: Number of passes over a client's data in a round if ``local_steps`` is ``None``.
-        round: Current round. A sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` in every round.
-        overfit_batches: The Trainer's option: number or fraction of a client's first batches used for training in every
-            pass, without shuffling; 0 for all batches.
-        split_loader: The user's dataloader, if a partition splits the data set; ``None`` if clients have separate data.
+        local_steps: Number of batches for a client in a round. If ``None``, the client trains for ``local_epochs``.
+        local_epochs: Number of passes over a client's data in a round.
+        round: Current round.
+        overfit_batches: The Trainer's option: number or fraction of each client's batches for training; 0 for all.
+        split_loader: The user's dataloader, if a partition splits the data set; otherwise ``None``.
 
     Raises:
         ValueError: If ``clients`` is empty, or a name is longer than :data:`LONGEST_NAME`.
@@ -126,29 +127,32 @@ class Population(ABC):
 
     @abstractmethod
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Number of batches in a pass over a client's data (``isolated``: outside training); ``None`` if unknown."""
+        """Number of batches in a pass over a client's data, or ``None`` if unknown.
+
+        ``isolated`` is true for a pass outside training, without the limits for training.
+        """
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
-        """Number of batches in each of a client's passes in a round, if the passes differ in length; else empty."""
+        """Number of batches in each pass of a visit. Empty if all passes have equal length."""
         return ()
 
     @abstractmethod
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Yields ``num_batches`` items for each visit (a client's training in a round): a batch or an exception each.
+        """Yields the batches of all visits. The caller skips a visit's items after an exception.
 
-        After an exception, or if the visit's ``fault`` is set, the caller ignores the visit's remaining items. With
-        ``isolated`` (a pass outside training), iterators from other calls are not disturbed, and data sets are read
-        without ``drop_last``. ``groups`` are ranges of indices into ``visits``: visits in a group yield one batch each
-        in turn. By default one visit follows another.
+        Args:
+            visits: Visits (each is one client's training in a round), in order.
+            isolated: Whether the pass is outside training, without ``drop_last`` for data sets.
+            groups: Ranges of indices into ``visits``. Visits in a group yield one batch each in turn. By default one
+                visit follows another.
         """
 
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
         """Yields the batches in one pass over a client's data, in an order drawn from the visit's seed.
 
-        With ``isolated`` (a pass outside training), ``drop_last`` has no effect on data sets, but still on a client's
-        loader. For data without length, the pass has ``local_steps`` batches, if set. Raises the data's exceptions.
+        ``isolated`` is true for a pass outside training, without ``drop_last`` for data sets.
         """
         self.round = visit.round
         seed = derive_seed(visit.seed, 1)
@@ -165,7 +169,7 @@ class Population(ABC):
                 yield item.batch
 
     def batches_to_overfit(self, per_epoch: int | None) -> int | None:
-        """Returns the number of batches in a pass: ``per_epoch``, or less with the option ``overfit_batches``."""
+        """Limits the number of batches in a pass by the option ``overfit_batches``."""
         if not self.overfit_batches:
             return per_epoch
         if isinstance(self.overfit_batches, int):
@@ -173,18 +177,18 @@ class Population(ABC):
         return per_epoch and max(1, int(per_epoch * self.overfit_batches))
 
     def log_raised(self, origin: str, client: Client, trace: str) -> None:
-        """Logs the traceback of the fit's first exception in a client's data loading or training step (``origin``)."""
+        """Logs a client's exception, if this is the fit's first. ``origin`` names the place, such as "data"."""
         if not self.has_raised:
             self.has_raised = True
             text = "The %s of client %r raised an exception (logged only for the first client):\n%s"
             _log.warning(text, origin, client, trace)
 
     def is_counted(self, client: Client) -> bool:
-        """True if ``client`` is the fit's only client, and the number of examples is unknown before the first pass."""
+        """True if the client's examples must be counted during the first pass."""
         return False
 
     def gives_all(self, client: Client) -> bool:
-        """True if a pass outside training reads all of the client's examples, even with ``drop_last`` in training."""
+        """True if a pass outside training reads all examples of the client."""
         return True
 
     def close(self) -> None:  # noqa: B027 - optional
@@ -203,12 +207,12 @@ def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
 
 
 def sequential_groups(visits: Sequence[Any]) -> list[range]:
-    """Returns a range with one index for each visit (a client's training), so that clients train one after another."""
+    """Returns one group per visit, each a range with one index, so that clients train one after another."""
     return [range(position, position + 1) for position in range(len(visits))]
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds the global generators of Python, NumPy and PyTorch like ``lightning.seed_everything``, without logging."""
+    """Seeds the global random generators of Python, NumPy and PyTorch, without a log message."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the user's data sets may use the global generator
     # `torch.manual_seed` inspects the stack for every uninitialised device, which slows down small visits.
@@ -219,7 +223,7 @@ def seed_everything(seed: int) -> None:
 
 
 def torch_generator_states() -> tuple[torch.Tensor, Any]:
-    """Returns the states of PyTorch's global generators, for the CPU and the accelerator (if initialized)."""
+    """Returns the states of PyTorch's global random generators on the CPU and the accelerator."""
     module = _device_module()
     accelerator = None if module is None else getattr(module, "get_rng_state_all", module.get_rng_state)()
     return torch.default_generator.get_state(), accelerator
@@ -245,9 +249,9 @@ def _device_module() -> Any:
 
 @contextmanager
 def seeded_generators(seed: int | None = None) -> Iterator[None]:
-    """Context with the global generators seeded as in :func:`seed_everything`, and restored afterwards.
+    """Context that seeds the global random generators, and restores the earlier states afterwards.
 
-    If ``seed`` is ``None``, the generators continue from their current states.
+    If ``seed`` is ``None``, the generators continue from the current states.
 
     Example:
         >>> seed_everything(1)
@@ -266,7 +270,7 @@ def seeded_generators(seed: int | None = None) -> Iterator[None]:
 
 
 def generator_states() -> tuple[Any, ...]:
-    """Returns the states of all global generators as tensors and primitives, for checkpoints."""
+    """Returns the states of all global random generators, in a form for checkpoints."""
     numpy: Any = np.random.get_state()  # noqa: NPY002 - for the user's data sets
     name, keys, *rest = numpy
     return random.getstate(), (name, torch.from_numpy(keys.astype(np.int64)), *rest), torch_generator_states()
@@ -287,7 +291,7 @@ _training_threads: list[int] = []
 
 @contextmanager
 def in_one_thread() -> Iterator[None]:
-    """Context for a fit. Raises an error for a fit in a second thread, because threads share the global generators."""
+    """Context for a fit. Refuses a second fit in another thread at the same time."""
     thread = threading.get_ident()
     _training_threads.append(thread)
     try:
@@ -303,7 +307,7 @@ def in_one_thread() -> Iterator[None]:
 
 
 class LazyClients(Mapping[Client, Any]):
-    """A mapping that builds a client's data on every access, for populations of any size.
+    """Mapping that builds a client's data on every access, for any number of clients.
 
     Args:
         clients: The client names; a ``range`` of any length needs no memory.
@@ -336,9 +340,7 @@ class LazyClients(Mapping[Client, Any]):
 
 
 def client_keys(clients: Mapping[Client, Any]) -> Sequence[Client]:
-    """Returns the client names in a mapping, sorted, so that the order of insertion does not matter.
-
-    The names in :class:`LazyClients` keep their order and are not copied. NumPy integers become Python integers.
+    """Returns the sorted client names in a mapping. The names in :class:`LazyClients` keep their order.
 
     Raises:
         TypeError: If a name is neither a str nor an int.
@@ -370,7 +372,7 @@ def _check_keys(clients: Iterable[Any]) -> None:
 
 
 def batch_length(batch: Any) -> int:
-    """Number of examples in a batch: the length of the first tensor, possibly nested.
+    """Number of examples in a batch: the length of the first tensor.
 
     Raises:
         ValueError: If the batch contains no tensor.
@@ -408,9 +410,9 @@ KnownClasses: TypeAlias = dict[Any, tuple[Any, str]]
 def check_class_numbers(known: KnownClasses, client: Client | None, data: Any, stage: str = "training") -> None:
     """Checks that all clients number the classes equally. Adds this client's class numbers to ``known``.
 
-    Reads the attribute ``class_to_idx`` (image folders). Refuses a class with two numbers, and a number with two
-    classes. An image folder numbers only existing classes, so a class missing at one site changes the numbers there.
+    The numbers come from the attribute ``class_to_idx``, as in image folders.
     """
+    # An image folder numbers only existing classes, so a class missing at one site changes the numbers there.
     place = f"the {stage} data" if client is None else f"client {client!r}"
     if client is not None and stage != "training":
         place = f"the {stage} data of {place}"

@@ -18,35 +18,31 @@ _OF_LOADER = ("dataset", "batch_size", "num_workers", "sampler")
 
 
 class RoundLoader:
-    """Iterable over the training batches of a round, one visit (a client's training in the round) after another.
+    """Iterable over the training batches of a round, one client after another.
 
-    The loader is a plain iterable with a length, because Lightning does not modify such loaders. Lightning calls
-    ``iter`` twice in every epoch after the first, so data are read only from the first ``next`` on. After a failure in
-    a visit, the visit's remaining batches are ``None``, and Lightning skips these.
-
-    With several processes, each process serves some of the clients, padded to the same number of batches.
+    One client's training in the round is called a visit. After a failure in a visit, the remaining batches of the visit
+    are ``None``, and Lightning skips these. With several processes, each process serves some of the clients.
 
     Args:
         population: The clients' data.
         cohort: The round's clients.
         limit: Maximum number of batches in the round (``limit_train_batches``).
-        process_group: The processes that share the round.
+        process_group: The processes for the round.
         visit_costs: Expected training time by client; by default proportional to the batches.
-        clock: Time limit for each client's training, by default none. Simultaneous training has no limit.
+        clock: Time limit for each client's training, by default none.
 
     Attributes:
         visits: The planned visits in this process, one per client, in order.
         failed: Clients without usable data, with the reason.
-        group: The latest batch's visit; several visits in a subclass that trains several clients at once. Empty
-            before the first and after the last visit.
-        interrupting: Creates a context manager that interrupts the code inside when the visit's time limit is reached.
-        batches_left: Remaining batches in the group; after the last visit, the remaining ``None`` batches.
-        num_skipped: Number of batches trained before the checkpoint of a resumed fit. The loader reads and skips these
-            batches, then calls ``on_skipped``.
-        padding: Number of ``None`` batches after the last visit, for equally many batches in all processes.
+        group: Visits of the latest batch, more than one only if several clients train at once.
+        interrupting: Context manager that interrupts the code inside at the time limit.
+        batches_left: Remaining batches in the group or in the padding.
+        num_skipped: Batches to skip, because a resumed fit has already trained on these.
+        padding: Number of ``None`` batches after the last visit, so that all processes have equally many batches.
         on_start: Function called before the first batch is fetched.
-        on_visit: Function called at the start of every visit or group.
-        on_end: Function called with the last batch of a loader without length, before the loader returns the batch.
+        on_skipped: Function called after the skipped batches.
+        on_visit: Function called at the start of every group.
+        on_end: Function called before the last batch of a dataloader without length.
     """
 
     def __init__(
@@ -75,6 +71,7 @@ class RoundLoader:
         return self._plan.length
 
     def __iter__(self) -> Iterator[Any]:
+        # Lightning calls `iter` twice in an epoch, so data are read only from the first `next` on.
         self.group, self.batches_left = (), 0
         self.on_start()
         if not self.visits:
@@ -108,7 +105,7 @@ class RoundLoader:
             yield None
 
     def seed(self, group: Sequence[PlannedVisit]) -> None:
-        """Seeds the random generators before a client's first batch, because data sets may change examples randomly."""
+        """Seeds the global random generators before the first batch of ``group``."""
         seed_everything(group[0].visit.seed)
 
     def open_stream(self) -> Iterator[VisitBatch]:
@@ -146,7 +143,10 @@ class RoundLoader:
 
     @property
     def epoch_position(self) -> tuple[int, bool] | None:
-        """Latest batch's index in the client's local epoch, and whether the epoch or training ends with this batch."""
+        """Index of the latest batch in the client's local epoch, and whether this batch ends the epoch.
+
+        The client's last batch always ends the epoch. ``None`` without a current client.
+        """
         if not self.group:
             return None
         planned = self.group[0]

@@ -1,4 +1,4 @@
-"""Plan of a round: the clients to train in this process, the numbers of batches, and faults in clients' data."""
+"""Plan of a round: the clients to train, and the batches for each client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST = 100_000  # remembered clients
 
 @dataclass
 class PlannedRound:
-    """A round's clients in this process. ``failed`` maps clients without usable data to the reasons."""
+    """Plan of a round in this process. ``failed`` maps clients without usable data to the reasons."""
 
     round: int | None
     visits: list[PlannedVisit] = field(default_factory=list)
@@ -72,7 +72,7 @@ def plan_round(
     visit_costs: VisitCosts | None,
     limit_visit: Callable[[], AbstractContextManager[None]],
 ) -> PlannedRound:
-    """Plans a round in this process: the clients to train, numbers of batches, and clients without usable data."""
+    """Plans a round: divides the clients among the processes, and counts the batches."""
     plan = PlannedRound(cohort.visits[0].round if cohort.visits else None)
     rank, size = process_group.rank, process_group.size
     planned_visits = [_plan_visit(plan, population, limit, limit_visit, visit) for visit in cohort.visits[rank::size]]
@@ -178,9 +178,9 @@ def _take_share(
 
 
 class VisitCosts:
-    """Measured seconds per batch in each client's latest training, to estimate the duration of later training.
+    """Estimates the duration of clients' training from the measured seconds per batch.
 
-    Clients without a measurement count with the mean, or with 1 second per batch if all clients have no measurement.
+    A client without a measurement counts with the mean of the other clients, or with 1 second per batch.
 
     Example:
         >>> from lightning_fed.server.schedule import Visit
@@ -211,7 +211,7 @@ class VisitCosts:
 
 
 def balance_loads(work: Sequence[float], size: int) -> list[list[int]]:
-    """Assigns tasks with durations ``work`` to ``size`` processes, longest first. Returns task indices by process."""
+    """Divides tasks with the durations ``work`` among ``size`` processes. Returns task indices by process."""
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0.0] * size
     for position in sorted(range(len(work)), key=lambda position: -work[position]):

@@ -1,4 +1,4 @@
-"""Time limit for one client's training in a round, enforced during data loading and training steps."""
+"""Time limit for one client's training in a round."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _AGAIN = 1.0  # seconds until the alarm repeats, for code that swallows the exce
 
 
 class VisitClock:
-    """Timer: raises :class:`~lightning_fed.errors.VisitTimeout` if a client's training exceeds the time limit.
+    """Timer for a client's training. Raises :class:`~lightning_fed.errors.VisitTimeout` at the time limit.
 
-    The clock uses the Unix alarm (``SIGALRM``), which interrupts Python code waiting for a file, a lock or a worker
-    process, but not a loop in C. Only code inside the context :meth:`interrupting` is interrupted. An earlier alarm,
-    set by other code, is restored afterwards.
+    The timer uses the Unix alarm (``SIGALRM``). Only code inside the context :meth:`interrupting` is interrupted.
     """
+
+    # The alarm interrupts Python code waiting for a file, a lock or a worker process, but not a loop in C.
 
     def __init__(self, seconds: float) -> None:
         if not 0 < check_number("visit_timeout", seconds) < 1e8:
@@ -61,7 +61,7 @@ class VisitClock:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Context: after the time limit, an exception interrupts the code inside."""
+        """Context in which an exception interrupts the code after the time limit."""
         if self.is_up:
             raise self.timeout()
         self._is_interrupting = True

@@ -1,4 +1,4 @@
-"""Finds inputs and labels in a batch, by position or by common keys."""
+"""Finds the inputs and labels in a batch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ MASK_KEYS = ("mask", "masks", *TARGET_KEYS)  # masks first, because a batch may 
 
 
 def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
-    """Returns a batch's inputs by index, key or function; by default the first element or a key such as "image"."""
+    """Returns a batch's inputs. By default the first element, or the value of a key such as "image"."""
     first = batch[0] if isinstance(batch, Sequence) and batch else batch
     return _find(batch, inputs, INPUT_KEYS, first, "inputs")
 
 
 def find_target(batch: Any, target: BatchKey = None) -> Tensor:
-    """Returns a batch's labels by index, key or function; by default the second element or a common key."""
+    """Returns a batch's labels. By default the second element, or the value of a key such as "label"."""
     second = batch[1] if isinstance(batch, Sequence) and len(batch) > 1 else None
     return _find(batch, target, TARGET_KEYS, second, "target")
 
 
 def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
-    """Converts labels to integers. Removes a channel axis of size 1 if the features have no such axis."""
+    """Converts labels to integers, and removes a channel axis of size 1."""
     if labels.is_floating_point():
         if not bool((labels == labels.round()).all()):
             raise ValueError("Expected integer class labels, but got fractions: select other labels with `target`.")

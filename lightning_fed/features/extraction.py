@@ -1,4 +1,4 @@
-"""Feature vectors of a trained model, for comparing models."""
+"""Extracts feature vectors from a trained model."""
 
 from __future__ import annotations
 
@@ -23,26 +23,25 @@ def extract_features(
     inputs: BatchKey = None,
     seed: int = 0,
 ) -> Tensor:
-    """Extracts feature vectors from a model, or a random sample of the vectors.
+    """Extracts feature vectors from a model, for example to compare models.
 
-    The model runs in evaluation mode without gradients. Each position in a feature map is one vector. With batches in
-    the same order, two models with equal architecture yield vectors from the same positions.
+    The model runs in evaluation mode. Each position in a feature map is one vector. For the same batches, two models
+    with equal architecture yield vectors from the same positions.
 
     Args:
         model: LightningModule or any other module, called with the inputs of each batch.
         batches: Batches, such as a ``DataLoader`` without shuffling.
         layer: Layer with the features as output; ``"auto"`` for :func:`~lightning_fed.modules.find_feature_layer`.
-        max_samples: Maximum number of vectors, drawn without replacement; if ``None``, all vectors.
-        inputs: Position of the inputs in a batch: index, key or function; by default the first element,
-            ``batch["image"]``, ``["x"]``, ``["input"]``, the plurals, or the batch itself.
-        seed: Seed for the sample.
+        max_samples: Maximum number of vectors, a random sample; if ``None``, all vectors.
+        inputs: Index or key of the inputs in a batch, or a function of the batch. By default the first element, or a
+            common key such as ``"image"`` or ``"x"``.
+        seed: Seed for the random sample.
 
     Returns:
         Features, shape ``(n, d)``, float32, on the CPU, in the order of the data.
 
     Raises:
-        ValueError: If ``max_samples`` is below 1, the layer does not exist or is unused, a batch has no inputs, or
-            there are no batches.
+        ValueError: If ``max_samples`` is below 1, the layer does not exist or is unused, or inputs are missing.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))

@@ -1,4 +1,4 @@
-"""Runs steps of a user's module outside the Trainer's loop, without changes to logs, metrics and training modes."""
+"""Runs a user's module outside the Trainer's loop, without changing the module's state."""
 
 from __future__ import annotations
 
@@ -44,18 +44,17 @@ def isolated_pass(
 ) -> Iterator[None]:
     """Context manager for running a user's module without effects on logged values and metrics.
 
-    The module is in evaluation mode. ``log`` replaces ``self.log``. Metrics are reset (``torchmetrics`` objects among
-    submodules, or in a submodule's list or dictionary). Afterwards the context restores metrics, parameters, buffers,
-    modes, and attributes: numbers, strings, tensors, plain containers and random generators. Other changes remain.
+    By default the module is in evaluation mode, without gradients. Metrics are reset inside the context. Afterwards the
+    context restores metrics, parameters, buffers, training modes, and attributes with plain Python values.
 
     Args:
         module: The user's module.
-        log: Function to call instead of ``module.log``; by default values are ignored.
+        log: Function to call instead of ``module.log``. By default logged values are ignored.
         gradients: Whether to enable gradients.
-        is_reloaded: Whether to skip parameters and buffers, because the caller overwrites both afterwards.
-        is_alone: Whether metrics use only values from this process, without synchronisation between processes.
-        is_muted: Whether to disable the loggers, because the Trainer's pass has already logged the module's pictures.
-        is_training: Whether each layer keeps the current mode instead of evaluation mode.
+        is_reloaded: Whether the context does not restore parameters and buffers, because the caller does.
+        is_alone: Whether metrics use only values from this process.
+        is_muted: Whether to disable the loggers, so that the module's images are not logged twice.
+        is_training: Whether layers keep the current training mode, instead of evaluation mode.
     """
     metrics = find_metrics(module)
     stand_in = OverriddenMethod(module, "log", log or _ignore)
@@ -87,7 +86,7 @@ def isolated_pass(
 
 @contextmanager
 def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
-    """Context manager in which ``metrics`` are computed from this process's data only, and without cached results."""
+    """Context manager in which ``metrics`` use only this process's data."""
     before = []
     for metric in metrics:
         if isinstance(metric, Metric):
@@ -101,7 +100,7 @@ def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTracker]:
-    """Finds the ``torchmetrics`` objects in a module: submodules, and objects in containers stored as attributes."""
+    """Finds the ``torchmetrics`` objects in a module, also in lists and dictionaries."""
     metrics: dict[int, Any] = {}
     waiting: list[Any] = [module]
     seen: set[int] = set()
@@ -123,7 +122,7 @@ def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTr
 
 
 def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
-    """Copies the attributes that :func:`isolated_pass` restores on the module and submodules. Keys are paths."""
+    """Copies the attributes restored by :func:`isolated_pass`. The keys are paths."""
     paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
     noted: dict[str, Any] = {}
     for layer in {id(layer): layer for layer in (*module.modules(), *find_metrics(module))}.values():
@@ -134,7 +133,7 @@ def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """True if two attribute values from :func:`noted_attributes` are equal, so the attribute has not changed."""
+    """True if two values from :func:`noted_attributes` are equal."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     if type(one) is not type(other):
@@ -147,7 +146,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any, dataloader_idx: int = 0) -> Any:
-    """Moves a batch to the Trainer's device and precision, with the transfer hooks of the datamodule or the module."""
+    """Moves a batch to the Trainer's device and precision. Calls Lightning's transfer hooks."""
     owner: Any = datamodule_of(trainer)
     if not is_overridden("on_before_batch_transfer", owner):  # works also without a datamodule
         owner = module
@@ -156,9 +155,9 @@ def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any, dat
 
 
 def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, *indices: int) -> Any:
-    """Calls ``module.<name>`` with a batch from :func:`prepare_batch`, in the Trainer's precision.
+    """Calls the step ``name`` of a module with a batch from :func:`prepare_batch`, in the Trainer's precision.
 
-    ``indices`` contains the batch index and, if the stage has several loaders, the loader's index.
+    ``indices`` contains the batch index. With several dataloaders, the dataloader's index follows.
     """
     step = getattr(module, name)
     wants_index = len(inspect.signature(step).parameters) > 1
@@ -167,7 +166,7 @@ def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch
 
 
 def run_step(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, batch_idx: int) -> Any:
-    """Calls ``module.<name>`` with a batch from a loader and the batch index, on the Trainer's device and precision."""
+    """Calls the step ``name`` of a module with a batch, on the Trainer's device and in the Trainer's precision."""
     with trainer.precision_plugin.forward_context():
         batch = prepare_batch(trainer, module, batch)
     return run_prepared(trainer, module, name, batch, batch_idx)
@@ -179,17 +178,15 @@ def loss_in(output: Any) -> Any:
 
 
 def forward_step(module: L.LightningModule) -> str | None:
-    """Returns the name of the module's method for running the model on a batch without training.
-
-    The method is ``training_step``, or ``validation_step`` with manual optimization (``None`` if not implemented).
-    """
+    """Returns the name of the module's step that runs the model on a batch without training, or ``None``."""
+    # With manual optimization, `training_step` would train.
     if module.automatic_optimization:
         return "training_step"
     return "validation_step" if is_overridden("validation_step", module) else None
 
 
 def until_fault(batches: Iterable[Any], faults: list[Exception]) -> Generator[Any]:
-    """Yields batches until loading fails; the error is appended to ``faults``."""
+    """Yields batches until loading fails. Then appends the exception to ``faults``."""
     try:
         yield from batches
     except Exception as error:
@@ -290,7 +287,7 @@ def _never() -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[list[tuple[nn.Module, bool]]]:
-    """Context manager for evaluation mode without gradients. Yields the layers with their earlier modes."""
+    """Context manager for evaluation mode without gradients. Yields pairs of layer and earlier training mode."""
     modes = [(layer, layer.training) for layer in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Class labels: void pixels, excluded classes, and resized label maps."""
+"""Converts and resizes class labels of examples or pixels."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _VOID_OF_8_BITS = 255
 def class_indices(
     labels: Tensor, num_classes: int, ignore_index: VoidLabel = "auto", exclude_classes: Sequence[int] = ()
 ) -> Tensor:
-    """Converts labels to class indices, int64; void pixels and excluded classes become :math:`C` = ``num_classes``.
+    """Converts labels to class indices. Void pixels and excluded classes become ``num_classes``.
 
-    ``ignore_index`` is the label of void pixels: ``"auto"`` for 255 unless 255 is a class, ``None`` for no void label.
+    Void pixels are pixels without a class. ``ignore_index`` is the label of void pixels, as in :func:`void_label`.
 
     Raises:
         ValueError: If a label or an option is outside the allowed range.
@@ -54,7 +54,7 @@ def class_indices(
 
 
 def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
-    """Returns the label of void pixels (pixels without a class), or ``None``. ``"auto"``: 255 unless 255 is a class."""
+    """Returns the label of void pixels, or ``None``. ``"auto"`` stands for 255, unless 255 is a class."""
     if ignore_index != "auto":
         return ignore_index
     return _VOID_OF_8_BITS if num_classes <= _VOID_OF_8_BITS else None
@@ -63,8 +63,7 @@ def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
 def resize_labels(labels: Tensor, size: Sequence[int]) -> Tensor:
     r"""Resizes label maps ``(N, *label_size)`` to ``(N, *size)`` by nearest neighbour.
 
-    Position i of n in the result is position :math:`\lfloor i m / n \rfloor` of m in the label map. The result equals
-    ``torch.nn.functional.interpolate(mode="nearest")``, but large labels and positions are not rounded.
+    The result equals ``torch.nn.functional.interpolate(mode="nearest")``, but without rounding errors for large labels.
 
     Example:
         >>> resize_labels(torch.tensor([[[0, 0, 1, 1], [255, 255, 1, 0]]]), (1, 2)).tolist()

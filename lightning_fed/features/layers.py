@@ -1,4 +1,4 @@
-"""Finds the feature layer: the end of a model's feature extractor, before the classifier."""
+"""Finds the classifier of a model, and the layer with the features before the classifier."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _CLASSIFIERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class LogitsLayer(nn.Module):
-    """Base class for custom classifier layers; the last output axis has the logits for ``num_classes`` classes."""
+    """Base class for custom classifier layers. The output's last axis has the logits."""
 
     num_classes: int
 
 
 class FeatureLayer(NamedTuple):
-    """Location of a model's features: the input or output (``side``) of the layer ``path``, as in ``named_modules``."""
+    """Location of a model's features: the input or output of the layer named ``path``."""
 
     path: str
     side: Literal["input", "output"] = "output"
@@ -32,9 +32,8 @@ class FeatureLayer(NamedTuple):
 def find_feature_layer(module: nn.Module, classifier: str | None = None) -> FeatureLayer:
     """Finds the end of the feature extractor in classifiers and segmentation models.
 
-    Checks in this order: the output of an ``encoder`` next to a ``decoder`` or ``segmentation_head``
-    (``segmentation_models_pytorch``); the output of a ``backbone`` next to a ``classifier`` (torchvision's segmentation
-    models); the input of ``classifier``, by default from :func:`find_classifier`. A model without such a layer raises
+    In a segmentation model, the features are the output of the encoder or backbone. In other models, the features are
+    the input of ``classifier``, by default from :func:`find_classifier`. A model without such a layer raises
     ``ValueError``.
 
     Example:
@@ -49,7 +48,7 @@ def find_feature_layer(module: nn.Module, classifier: str | None = None) -> Feat
 
 
 def encoder_of(layer: nn.Module) -> str | None:
-    """Path to the submodule that extracts features in a segmentation model; ``None`` for other models."""
+    """Name of the encoder in a segmentation model, or ``None`` for other models."""
     parts = dict(layer.named_children())
     for encoder, followers in (("encoder", ("decoder", "segmentation_head")), ("backbone", ("classifier",))):
         if encoder in parts and any(follower in parts for follower in followers):
@@ -71,10 +70,9 @@ def require_classifier(module: nn.Module) -> str:
 def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str | None:
     """Finds a model's classifier, the layer with the logits as output. Returns the name, or ``None``.
 
-    The layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, else the result of ``get_classifier()`` (timm),
-    else the ``segmentation_head`` (``segmentation_models_pytorch``), else the last linear or convolutional layer.
-    Untrained networks, such as a teacher, are excluded: ``optimized`` contains the trained parameters' ids, by default
-    all parameters with gradients.
+    Without a special head, such as timm's ``get_classifier()``, the classifier is the last linear or convolutional
+    layer. Frozen networks, such as a teacher, are ignored. ``optimized`` contains the ids of the trained parameters, by
+    default all parameters with gradients.
 
     Example:
         >>> find_classifier(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
@@ -97,7 +95,7 @@ def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str |
 
 
 def count_classes(module: nn.Module, optimized: Collection[int] = ()) -> int | None:
-    """Number of classes: the classifier's number of logits, or 2 for one logit; ``None`` if no classifier is found."""
+    """Number of the classifier's classes, or ``None`` without a classifier. One logit means two classes."""
     name = find_classifier(module, optimized)
     if name is None:
         return None
@@ -122,10 +120,9 @@ def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
 
 
 class FeatureTap:
-    """Forward hook that stores a layer's detached features in each pass, shape ``(N, d)`` or ``(N, d, *size)``.
+    """Forward hook that stores a layer's features, shape ``(N, d)`` or ``(N, d, *size)``.
 
-    Later layers may change ``features`` in place. The function ``on_features`` receives the features before later
-    layers run.
+    Later layers may change ``features`` in place. ``on_features`` receives the unchanged features.
     """
 
     def __init__(self, layer: FeatureLayer, channels_last: bool) -> None:
@@ -150,16 +147,14 @@ class FeatureTap:
 
 @contextmanager
 def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]:
-    """Context manager that yields a :class:`FeatureTap`, to read a layer's features in forward passes.
+    """Context manager to read a layer's features in forward passes. Yields a :class:`FeatureTap`.
 
-    The tap is a forward hook. A model compiled before the context skips this hook, unless
-    :func:`without_compiled_code` is active.
+    Code compiled before the context skips the tap, unless :func:`without_compiled_code` is active.
 
     Args:
         module: Model, or a module with the model inside.
-        layer: The layer, and whether to read the input or output. Several inputs: reads the first. A list, such as an
-            encoder's feature maps: reads the last. A dictionary: reads ``"out"``, or else the last value. The channel
-            axis is the last axis for linear layers, otherwise the second.
+        layer: The layer, and whether to read the input or output. From an encoder's list of feature maps, the tap
+            reads the last.
 
     Raises:
         ValueError: If the layer does not exist.
@@ -197,13 +192,13 @@ def has_channels_last(layer: nn.Module) -> bool:
 
 
 def without_compiled_code() -> AbstractContextManager[None]:
-    """Context manager to run compiled models without compiled code, because compiled code does not call new hooks."""
+    """Context manager without ``torch.compile``, so that compiled models call new hooks."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6
     return nullcontext() if set_stance is None else set_stance("force_eager")
 
 
 def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields all submodules with names, except metrics and their submodules."""
+    """Yields all submodules with names, except metrics."""
     yield prefix, module
     for name, child in module.named_children():
         if not isinstance(child, Metric | MetricCollection):
@@ -213,9 +208,8 @@ def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterator[tuple[str, nn.Module]]:
     """Yields all submodules with names, except metrics and frozen networks, such as the teacher in distillation.
 
-    A frozen network is a submodule with layers inside and no trained parameter; a single frozen layer is yielded.
-    ``optimized`` contains the ids of trained parameters, by default all parameters that require gradients. If the whole
-    module has no trained parameter, nothing counts as frozen.
+    A single frozen layer is yielded. ``optimized`` contains the ids of the trained parameters, by default all
+    parameters with gradients.
     """
     trained = set(optimized) or {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     dropped: list[str] = []

@@ -1,1 +1,1 @@
-"""State of a federated fit: options, entry policies, round log, and checks for Trainer and checkpoint."""
+"""Options, state and checks for a federated fit."""

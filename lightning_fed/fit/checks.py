@@ -1,4 +1,4 @@
-"""Checks of Trainer settings, and of a checkpoint before a fit resumes. Each error states a remedy."""
+"""Checks of the Trainer's settings, and of a checkpoint before a fit resumes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _NO_DATA = (
 def find_loader_owner(
     trainer: L.Trainer, module: L.LightningModule, reason: str = _NO_DATA
 ) -> L.LightningDataModule | L.LightningModule:
-    """Returns the datamodule or module with a hook ``train_dataloader``, or raises an error with ``reason``."""
+    """Returns the datamodule or module that has ``train_dataloader``. Otherwise raises an error with ``reason``."""
     for owner in (datamodule_of(trainer), module):
         if owner is not None and is_overridden("train_dataloader", owner):
             return owner
@@ -68,7 +68,7 @@ def find_loader_owner(
 
 
 def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.Callback]) -> None:
-    """Adds the callbacks ``needed`` to the Trainer, directly after ``callback``. Skips classes that the Trainer has."""
+    """Adds missing callbacks to the Trainer, directly after ``callback``."""
     callbacks = callbacks_of(trainer)
     for addition in needed:
         if not any(isinstance(present, type(addition)) for present in callbacks):
@@ -76,19 +76,17 @@ def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.C
 
 
 def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) -> None:
-    """Moves ``callback`` before the Trainer's other callbacks, so that its hooks run first.
-
-    May be called while Lightning iterates over the callbacks. A second callback of class ``kind`` is an error.
-    """
+    """Moves ``callback`` before the Trainer's other callbacks. Refuses a second callback of class ``kind``."""
     callbacks = callbacks_of(trainer)
     if sum(isinstance(present, kind) for present in callbacks) > 1:
         raise MisconfigurationException(f"Expected one `{kind.__name__}` callback, but the Trainer has several.")
+    # Lightning may be iterating over this list.
     callbacks.remove(callback)
     callbacks.insert(0, callback)
 
 
 def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
-    """Refuses several processes, except with strategy ``client_parallel``, or with DDP for a single client."""
+    """Refuses several processes, unless the strategy supports these."""
     if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy if is_alone else ClientSharing):
         raise MisconfigurationException(
             "`Federation` trains the clients of a round one after another in one process, but the Trainer has "
@@ -99,10 +97,9 @@ def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
 
 
 def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients: int) -> None:
-    """Refuses Trainer settings in conflict with the number of batches in a client's training.
+    """Refuses Trainer settings that do not fit the number of batches in a client's training.
 
-    For example, the number of batches in a client's training in a round must be a multiple of
-    ``accumulate_grad_batches``. With a single client, training equals a fit without federation, and only some settings
+    For example, this number must be a multiple of ``accumulate_grad_batches``. With a single client, only some settings
     are checked.
     """
     if any(planned.epoch_batches is None for planned in visits):
@@ -122,15 +119,15 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
     for window in windows:
         for planned in visits[:-1]:
             if planned.num_batches % window:
-                visit = f"the local training of client {planned.visit.client!r} has {planned.num_batches}"
+                visit = f"a round of client {planned.visit.client!r} has {planned.num_batches}"
                 _refuse_window(window, visit, "clients")
 
 
 def _refuse_window(window: int, odd: str, between: str) -> None:
     raise MisconfigurationException(
-        f"Expected `accumulate_grad_batches` ({window}) to divide the number of batches, but {odd} batches: an "
-        f"optimizer step would use batches from two {between}. Set `local_steps` to a multiple of {window} (only if no "
-        f"client is a straggler), or use a {window} times larger batch size instead of accumulation."
+        f"Expected the number of batches to be a multiple of `accumulate_grad_batches` ({window}), but {odd} batches. "
+        f"An optimizer step would use batches from two {between}. Without stragglers, set `local_steps` to a multiple "
+        f"of {window}. Otherwise use a {window} times larger batch size instead of accumulation."
     )
 
 
@@ -147,10 +144,10 @@ def _check_shares(trainer: L.Trainer, *names: str) -> None:
 def validate_after_rounds(
     trainer: L.Trainer, visits: Sequence[PlannedVisit], known: dict[float, int], revert: Callable[..., object]
 ) -> None:
-    """Sets the Trainer to validate between rounds: converts ``val_check_interval`` from batches to a number of rounds.
+    """Converts ``val_check_interval`` from batches to rounds, so that validation follows complete rounds.
 
-    The round's number of batches is the sum over ``visits``, the clients' trainings. ``known`` caches the result by
-    interval. ``revert(function, *arguments)`` registers a call that restores the Trainer's settings after the fit.
+    ``visits`` are the clients' trainings in a round, and ``known`` caches the result. ``revert(function, *arguments)``
+    registers a call that restores the Trainer's settings after the fit.
     """
     interval, every = getattr(trainer, "val_check_interval", None), trainer.check_val_every_n_epoch
     if interval is None:
@@ -177,7 +174,10 @@ def validate_after_rounds(
 
 
 def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) -> None:
-    """Refuses Trainer settings and callbacks unsupported in a federated fit. ``is_plain``: only one client."""
+    """Refuses Trainer settings and callbacks that do not work in a federated fit.
+
+    ``is_plain`` is true for a federation with one client, with fewer checks.
+    """
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
         raise MisconfigurationException(
             "`training_step(self, dataloader_iter)` fetches batches itself, but a client's visit must begin before "
@@ -217,11 +217,11 @@ def _check_saver(saver: ModelCheckpoint) -> None:
     fault = f"monitor={saver.monitor!r}" if saver.monitor is not None else f"filename={name!r}" if "{" in name else ""
     if fault:
         raise MisconfigurationException(
-            f"`ModelCheckpoint` with {fault} names or selects files by the current batch, but a checkpoint inside a "
-            "round contains the model of the last complete round: save after rounds (`every_n_epochs=1`), or without "
-            "monitor and placeholders (`ModelCheckpoint(every_n_train_steps=100, save_last=True, save_top_k=0)`). To "
-            "save after an exception, use `OnExceptionCheckpoint`. A federation with a single client, averaging and "
-            "optimizer_state='keep' allows all names and monitors."
+            f"Expected `ModelCheckpoint` with {fault} to save only after rounds. Inside a round, this value belongs to "
+            "the current batch, but the saved model belongs to the last complete round. Set `every_n_epochs=1`. To "
+            "save inside rounds, use `ModelCheckpoint(every_n_train_steps=100, save_last=True, save_top_k=0)`. To save "
+            "after an exception, use `OnExceptionCheckpoint`. This error does not occur with a single client, "
+            "averaging and optimizer_state='keep'."
         )
 
 
@@ -242,10 +242,8 @@ _LOAD_WEIGHTS = '`model.load_state_dict(torch.load(path, weights_only=True)["sta
 
 
 def check_file(path: str | os.PathLike[str] | None) -> None:
-    """Verifies the checksums in a checkpoint file, which ``torch.load`` ignores.
-
-    Remote files and files without checksums are accepted. A damaged file raises ``ValueError``.
-    """
+    """Verifies the checksums in a checkpoint file. A damaged file raises ``ValueError``."""
+    # `torch.load` ignores the checksums.
     if path is None or not (zipfile.is_zipfile(path) and torch.serialization.get_crc32_options()):
         return
     try:
@@ -263,7 +261,7 @@ def check_file(path: str | os.PathLike[str] | None) -> None:
 
 
 def check_model(state: Mapping[str, Tensor]) -> None:
-    """Raises an error if the initial global model has NaN or infinite values, or negative variances."""
+    """Refuses an initial global model with NaN or infinite values, or with negative variances."""
     fault = find_implausible(state)
     if fault is not None:
         raise MisconfigurationException(
@@ -274,7 +272,7 @@ def check_model(state: Mapping[str, Tensor]) -> None:
 
 
 def check_option(name: str, then: str, now: str) -> None:
-    """Raises an error if an option has another value than in the checkpoint (``then``; ``""`` if unknown)."""
+    """Raises an error if an option's value ``now`` differs from the checkpoint's value ``then``."""
     if then and then != now:
         raise ValueError(
             f"Expected `{name}` to be {then}, as in the checkpoint, but got {now}: resume with the same value, or "
@@ -283,7 +281,7 @@ def check_option(name: str, then: str, now: str) -> None:
 
 
 def warn_of_batch_norm_option(then: str, now: str) -> None:
-    """Warns if an evaluation with the option ``batch_norm=now`` follows a training with ``batch_norm=then``."""
+    """Warns if ``batch_norm`` is ``now`` in an evaluation, but was ``then`` in training."""
     if then and then != now:
         _log.warning(
             "The checkpoint's scores were measured with batch_norm=%s, but this evaluation uses %s: set "
@@ -295,10 +293,9 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
 
 
 def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """Refuses to resume if update steps or privacy callbacks differ from the checkpoint in order or options.
+    """Refuses to resume with other update steps than in the checkpoint.
 
-    ``then`` (from the checkpoint) and ``now`` (from the fit) map an update step's name to a text with the options.
-    ``then`` is ``None`` if the checkpoint lacks this mapping.
+    ``then`` (in the checkpoint) and ``now`` (in the fit) map an update step's name to a text with the options.
     """
     old = "which the checkpoint does not record" if then is None else ", ".join(then.values()) or "none"
     new = ", ".join(now.values()) or "none"
@@ -311,7 +308,7 @@ def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
 
 
 def describe_clients(clients: Sequence[Client]) -> str:
-    """Formats the number of clients and a hash of the client names; a checkpoint contains the text."""
+    """Returns a text for checkpoints, with the number of clients and a hash of the names."""
     if isinstance(clients, range):
         return f"{len(clients)} clients {clients}"
     if not isinstance(clients, list | tuple):  # a lazy sequence may be too long to read
@@ -323,5 +320,5 @@ def describe_clients(clients: Sequence[Client]) -> str:
 
 
 def count_of(description: Any) -> str:
-    """Returns the number of clients, as text, from a description by :func:`describe_clients`."""
+    """Returns the number of clients in a text from :func:`describe_clients`."""
     return str(description).partition(" ")[0]

@@ -35,10 +35,10 @@ def decide_policies(
     batch_norm: BatchNormOption,
     sliced: Collection[str] = (),
 ) -> dict[str, Policy]:
-    """Determines the policy of each tensor in the state dict, and warns of personal tensors.
+    """Determines whether each state dict tensor is shared, personal, frozen or sliced.
 
-    Personal tensors stay on the client, and frozen tensors are never sent. Clients receive only some rows of ``sliced``
-    tensors. ``batch_norm`` can change the policies in BatchNorm layers:
+    Personal tensors stay on the client, and frozen tensors are never sent. From sliced tensors, clients receive only
+    some rows. ``batch_norm`` can change the policies in BatchNorm layers:
 
     - ``"personal"``: weights and running statistics are personal.
     - ``"frozen"``: running statistics are frozen.
@@ -92,7 +92,7 @@ def decide_policies(
 
 
 def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozenset[str]:
-    """Returns the names of shared buffers with NaN or infinite values, such as a threshold before its first use.
+    """Returns the names of shared buffers with NaN or infinite values, such as an unset threshold.
 
     Running statistics are excluded, because NaN or infinite statistics are errors.
 
@@ -113,7 +113,7 @@ def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozense
 
 
 def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict[str, Policy]:
-    """Changes the policy of shared buffers with NaN or infinite values (``unset``) to frozen. Logs the names."""
+    """Freezes the shared buffers in ``unset``, and logs the names of these buffers."""
     names = sorted(name for name in unset if policies.get(name) == "shared")
     if names:
         _log.info(
@@ -126,7 +126,7 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
 
 
 def warn_of_filled(names: Collection[str]) -> None:
-    """Warns that buffers with initial NaN or infinite values are not sent, so values written in training are lost."""
+    """Warns about values written into unsent buffers in training: these values are lost."""
     _log.warning(
         "Visits write into %d buffers that are not sent, because the buffers started with NaN or infinite values "
         "(%s). The written values are lost. To average the buffers, set finite values before the fit. To keep separate "
@@ -138,7 +138,7 @@ def warn_of_filled(names: Collection[str]) -> None:
 
 
 def warn_of_dropped(names: Collection[str]) -> None:
-    """Warns about buffers with ``persistent=False`` changed by a client's training: the changes are lost."""
+    """Warns that changes to buffers with ``persistent=False`` in training are lost."""
     _log.warning(
         "The clients' visits change %d buffers with `persistent=False` (%s). Every visit starts from the values at "
         "the start of the fit, and the changes are lost: to average the buffers, register them with "
@@ -155,7 +155,7 @@ def check_sliced(
     options: FitOptions,
     reports_statistics: bool,
 ) -> None:
-    """Refuses a rule or option that does not support sliced entries (clients receive only some rows)."""
+    """Raises an error if the rule or an option does not support sliced entries."""
     sliced = [name for name, policy in policies.items() if policy == "sliced"]
     if not sliced:
         return
@@ -174,8 +174,9 @@ def check_sliced(
         entry = names.get(layer.weight) if isinstance(layer, nn.Embedding | nn.EmbeddingBag) else None
         if entry in sliced and layer.padding_idx is not None:
             raise MisconfigurationException(
-                f"Clients hold only some rows of {entry!r}, so its padding_idx={layer.padding_idx} would mean another "
-                "word in every visit: create the embedding without `padding_idx`."
+                f"Clients hold only some rows of {entry!r}. The rows are renumbered on each client, so "
+                f"padding_idx={layer.padding_idx} would be a different row for each client: create the embedding "
+                "without `padding_idx`."
             )
     if reports_statistics and batch_norm_statistics(module):
         raise MisconfigurationException(
@@ -186,7 +187,7 @@ def check_sliced(
 
 
 def freeze_parameters(module: nn.Module, policies: Mapping[str, Policy]) -> list[nn.Parameter]:
-    """Disables ``requires_grad`` of frozen parameters. Returns the changed parameters, to undo the change."""
+    """Disables gradients of frozen parameters. Returns the changed parameters."""
     frozen = [
         parameter
         for parameter, name in parameter_entries(module).items()

@@ -1,4 +1,4 @@
-"""Counts rounds without a new model due to failed clients, and ends a fit after too many such rounds."""
+"""Ends a fit after too many rounds with failed clients and without a new global model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from lightning_fed.server.server import RoundReport
 
 @dataclass
 class FailedRounds:
-    """Counts consecutive rounds without a new model because of failed clients. Too many such rounds end the fit.
-
-    A round with too few clients because of dropouts is not counted. A round in which the method computes no new model
-    (FedMA) is a success.
+    """Counts consecutive rounds without a new global model, and ends the fit after too many.
 
     Args:
         in_a_row: Number of consecutive failed rounds, counted since the last new global model.
@@ -39,15 +36,15 @@ class FailedRounds:
         errors: Mapping[Client, Exception] | None = None,
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Counts a round without a new global model, and raises an error after ``limit`` such rounds in succession.
+        """Counts a round without a new global model. Raises an error after ``limit`` consecutive such rounds.
 
-        Does not count a round with fewer than ``min_clients`` clients because of dropouts. ``errors`` contains the
-        exceptions from clients in this process. With ``limit=None`` no error is raised.
+        A round is not counted if dropouts left fewer than ``min_clients`` clients. ``errors`` contains the exceptions
+        from clients in this process. With ``limit=None`` no error is raised.
 
         Raises:
-            Exception: If all clients of the round (at least two, or the federation's only client) fail with exceptions
-                of one type. Raises the first exception at once, or a ``RuntimeError`` for another process's exception.
-            RuntimeError: If ``limit`` consecutive rounds have failed.
+            Exception: If all clients of the round (at least two, or the only client) fail with the same type of
+                exception. The first client's exception is raised.
+            RuntimeError: If ``limit`` consecutive rounds have failed. Also replaces an exception from another process.
         """
         num_reports = len(report.received) + len(report.failed)
         if num_reports < min_clients and (report.received or not report.failed):  # dropouts

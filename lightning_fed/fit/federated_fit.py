@@ -1,4 +1,4 @@
-"""State of a federated fit over all rounds, and the interface to clients or a server on other machines."""
+"""State of a federated fit over all rounds, and the connection to other machines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SAVED_OF_BATCH_NORM = ("initial_statistics", "decision", "num_measured", "model
 
 
 class RemoteSide(ABC):
-    """Connection from the server's process to clients on other machines, or from a client's process to the server.
+    """Connection between the server's process and clients on other machines, seen from either end.
 
     Attributes:
         has_server: Whether this process is the server, which runs the callbacks' server hooks.
@@ -53,11 +53,11 @@ class RemoteSide(ABC):
     population: Population
 
     def connect(self, server: ServerInterface) -> ServerInterface:
-        """Returns the server for a round: ``server`` itself, or a connection if the server is on another machine."""
+        """Returns the server to use in a round: ``server``, or a connection to a server on another machine."""
         return server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """Returns the round's clients: on the server ``drawn()``, on a client's machine only this client."""
+        """Returns the round's clients. On a client's machine, this is only the machine's client."""
         return drawn()
 
     @abstractmethod
@@ -66,19 +66,19 @@ class RemoteSide(ABC):
 
     @abstractmethod
     def start(self, fit: FederatedFit) -> None:
-        """Prepares the connection to other machines before a round. The Trainer has already created the optimizers."""
+        """Prepares the connection to other machines before a round."""
 
     @abstractmethod
     def exchange(self, round: Any) -> None:
-        """On the server: sends the round's broadcasts, and receives updates. On a client: prepares the answer."""
+        """Sends and receives the messages in a round."""
 
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
     ) -> list[tuple[Client, State]]:
-        """Returns statistics of BatchNorm inputs, measured by remote clients, as pairs of client and statistics.
+        """Asks remote clients to measure statistics for BatchNorm inputs.
 
-        Asks the clients in ``visits``; ``send`` creates a client's broadcast. The result lacks clients without an
-        answer. On a client's machine, no client is asked, and the result is empty.
+        Returns pairs of client and statistics, without clients that do not answer. ``send`` creates a client's
+        broadcast. On a client's machine the result is empty.
         """
         return []
 
@@ -89,10 +89,10 @@ class RemoteSide(ABC):
         visits: Sequence[Visit],
         send: Callable[[Visit], Broadcast],
     ) -> Iterator[tuple[Client, ClientUpdate | str]]:
-        """Sends a question to remote clients outside a round. Yields each answer, or the reason for a missing answer.
+        """Asks remote clients a question outside a round. Yields each answer, or the reason for a missing answer.
 
-        ``send`` prepares the broadcast to a client. ``question`` consists of primitives and plain containers. On a
-        client's machine the generator is empty.
+        ``send`` creates a client's broadcast. ``question`` contains only plain values. On a client's machine nothing is
+        yielded.
         """
         return iter(())
 
@@ -101,20 +101,22 @@ class RemoteSide(ABC):
 class BatchNormState:
     """Treatment of BatchNorm's running statistics in a fit.
 
+    The option ``"auto"`` compares the clients' statistics after a round. If the statistics differ much, each client
+    keeps its own statistics.
+
     Args:
         option: The user's option ``batch_norm``.
-        treatment: The option in effect: equals ``option``, or ``LocalStatistics()`` if ``"auto"`` cannot compare
-            clients (secure sums, central privacy, sliced entries).
-        decision: Decision made by ``"auto"`` during the fit: each client's ``"own"`` statistics, or ``"pooled"``
-            statistics; empty before the decision.
+        treatment: The option in effect. ``LocalStatistics()`` replaces ``"auto"`` if the server cannot see single
+            clients' statistics.
+        decision: Choice of ``"auto"``: ``"own"`` statistics for each client, or ``"pooled"``; empty before the choice.
         is_alone: Whether the federation has a single client.
         initial_statistics: Running statistics for the start of each client's first training; only used with
             ``LocalStatistics("pooled", "visit")``.
-        num_measured: Number of rounds with statistics reported by clients.
-        reports: Latest statistics reported by each client, until the decision.
-        model_round: Index of the last round with a new global model; -1 before such a round.
+        num_measured: Number of rounds in which clients reported statistics.
+        reports: Latest statistics from each client, stored until the choice of ``"auto"``.
+        model_round: Index of the last round with a new global model; -1 before the first new model.
         norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
-        served_client: In an evaluation, the client whose separate statistics are in the module, or ``None``.
+        served_client: During an evaluation, the client whose own statistics are in the module, or ``None``.
     """
 
     option: BatchNormOption
@@ -159,7 +161,7 @@ class BatchNormState:
         return self.treatment == "recalibrate" or is_open
 
     def store_initial(self, module: nn.Module, policies: Mapping[str, Policy]) -> None:
-        """Copies the module's BatchNorm statistics, as initial values for each client's first training."""
+        """Copies the module's BatchNorm statistics for the start of each client's first training."""
         own = self.treatment
         is_needed = isinstance(own, LocalStatistics) and own.unseen == "pooled" and own.measured == "visit"
         if is_needed and not self.initial_statistics:
@@ -182,33 +184,30 @@ class BatchNormState:
 
 
 class FederatedFit:
-    """One federated fit: constant parts (options, server, schedule, client store), and state shared by all features.
+    """State of one federated fit, shared by all features in the package.
 
     :class:`~lightning_fed.rounds.loop.RoundLoop` holds the state of the loop over rounds.
 
     Attributes:
-        remote: Connection to clients or server on other machines; ``None`` if server and clients are in this process.
+        remote: Connection to other machines; ``None`` if server and clients are in this process.
         has_server: Whether the server is in this process.
         trainer: The Trainer; set by ``setup``.
-        policies: Policy of each state dict entry (shared, personal or frozen); empty before :meth:`decide_policies`.
-        unset: Names of shared buffers with NaN or infinite values at the start, which are frozen; ``None`` before the
-            fit.
-        is_plain: Whether the fit equals a fit without a federation (one client, an average, kept optimizer state);
-            before :meth:`RoundLoop.prepare <lightning_fed.rounds.loop.RoundLoop.prepare>` the checkpoint's value, or
-            ``None`` without a checkpoint.
+        policies: Maps state dict entries to policies, such as shared or personal; empty before :meth:`decide_policies`.
+        unset: Names of buffers frozen because of initial NaN or infinite values; ``None`` before the fit.
+        is_plain: Whether the fit equals a fit without federation, with a single client. Before the first round, the
+            value from the checkpoint, or ``None``.
         cohort: The clients in the current or last round.
         rounds: Number of finished rounds.
         number: Number of earlier fits with this Trainer.
         clock: Time limit for a client's training in a round; ``None`` without a limit.
         limit_visit: Function that returns a context with this time limit.
-        synchronisation: Synchronisation of several processes in a round; ``None`` with one process.
-        warned: Subjects passed to :meth:`record_warning` so far.
+        synchronisation: Synchronises several processes in a round; ``None`` with one process.
+        warned: Topics with an earlier warning, see :meth:`record_warning`.
         changes: Changes to warning filters, generators and the user's objects, reverted by :meth:`close`.
         batch_norm: Treatment of BatchNorm's running statistics.
-        fastest: Choice for ``visits="fastest"``: number of simultaneous clients (0 before the choice), and the measured
-            speed-up.
-        averages: Lightning's weight averaging in this fit; ``None`` without such a callback, and in a fit without
-            federation.
+        fastest: Result for ``visits="fastest"``: how many clients train simultaneously (0 before the measurement), and
+            the measured speed-up.
+        averages: Lightning's weight averaging in this fit; ``None`` without weight averaging.
     """
 
     trainer: L.Trainer
@@ -253,12 +252,13 @@ class FederatedFit:
 
     @property
     def has_ranks(self) -> bool:
-        """True if several processes train each client together. An error in one process then ends the fit."""
+        """True if several processes train each client together."""
+        # An error in one process then ends the fit.
         return self.trainer.world_size > 1 and sharing_strategy(self.trainer) is None
 
     @property
     def is_batch_norm_fixed(self) -> bool:
-        """True if BatchNorm layers keep fixed running statistics in this round's training (``FixedStatistics``)."""
+        """True if BatchNorm layers keep fixed running statistics in this round's training."""
         option, epoch = self.options.batch_norm, self.trainer.current_epoch
         return option == "frozen" or (isinstance(option, FixedStatistics) and epoch >= option.after)
 
@@ -273,7 +273,7 @@ class FederatedFit:
         return self._population
 
     def set_population(self, population: Population) -> None:
-        """Sets the clients, before the first round and after each reload of the data. Refuses too few clients."""
+        """Sets the clients, before the first round and after each reload of the data."""
         if self._population is not None and self.is_plain and len(population.clients) > 1:
             raise MisconfigurationException(
                 "Expected one client in reloaded data, because the fit began with one client and keeps the optimizers, "
@@ -296,7 +296,7 @@ class FederatedFit:
             )
 
     def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
-        """Determines policies (such as shared or personal) of new state dict entries. ``False`` if no entry is new."""
+        """Determines the policies of new state dict entries. Returns whether any entry is new."""
         if self.policies.keys() >= live_entries(module).keys():
             return False
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}
@@ -322,7 +322,7 @@ class FederatedFit:
         return nullcontext() if self.averages is None else self.averages.in_place()
 
     def record_warning(self, subject: str) -> bool:
-        """Returns ``True`` at the first call with ``subject``, so that the caller warns only once per fit."""
+        """Returns ``True`` at the first call for a topic, so that a warning is given only once per fit."""
         is_first = subject not in self.warned
         self.warned.add(subject)
         return is_first
@@ -354,7 +354,7 @@ class FederatedFit:
 
 
 def describe_start(fit: FederatedFit, method: str, at_once: int) -> str:
-    """Formats the log line at a fit's start (method, clients, bytes, ...); ``at_once`` clients train simultaneously."""
+    """Formats the log line at the start of a fit. ``at_once`` is the number of simultaneous clients."""
     clients, trainer = len(fit.population.clients), fit.trainer
     counts = Counter[str](fit.policies.values())
     entries = live_entries(fit.module)
@@ -400,7 +400,7 @@ def monitored_names(fit: FederatedFit) -> list[str]:
 
 
 def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
-    """For checkpoints, maps each monitored metric to the BatchNorm statistics used (``"own"``, ``"pooled"``, ...)."""
+    """Maps each monitored metric to the BatchNorm statistics used for this metric, such as ``"own"``."""
     of_global = fit.batch_norm.unseen or ("pooled" if fit.batch_norm.is_reported else "model")
     return {
         name: "own" if fit.batch_norm.has_own and name.startswith(("fed/", "client/")) else of_global

@@ -16,21 +16,18 @@ from lightning_fed.server.schedule import Availability
 
 @dataclass(frozen=True)
 class LocalStatistics:
-    """``batch_norm=``: clients share the weights, but each client has separate running statistics.
+    """Option ``batch_norm``: clients share the weights, but each client has separate running statistics.
 
-    After the aggregation each client in the round passes its data once through the new global model, and stores mean
-    and variance for each BatchNorm layer. A client with statistics from an older model measures again before
-    evaluation. A checkpoint contains the statistics of all clients, 8 bytes per channel and client: 384 MB for 10,000
-    clients with a ResNet-18. For so many clients set ``store`` to a folder path.
+    After the aggregation, each client in the round passes its data once through the new global model. The client stores
+    mean and variance for each BatchNorm layer. A client with statistics from an older model measures again before
+    evaluation. Checkpoints contain 8 bytes per channel and client. With many clients, set ``store`` to a folder path.
 
     Args:
         unseen: Statistics for data that belong to no client. ``"batch"``: statistics of each batch. ``"data"``:
             statistics of the whole loader, measured in a pass without labels before the evaluation (AdaBN, Li et al.
-            2016). ``"pooled"``: statistics pooled over the round's clients, with the costs of
-            ``batch_norm="recalibrate"``.
-        measured: Time of the measurement: ``"aggregation"`` (after the aggregation, with the new weights) or
-            ``"visit"`` (during the client's training, while the weights change, as in SiloBN). Statistics from training
-            do not match any shared weights.
+            2016). ``"pooled"``: statistics pooled over the round's clients, as with ``batch_norm="recalibrate"``.
+        measured: Time of the measurement. ``"aggregation"``: after the aggregation, with the new weights. ``"visit"``:
+            during the client's training, while the weights change, as in SiloBN.
 
     Example:
         >>> from lightning_fed import Federation
@@ -48,7 +45,7 @@ class LocalStatistics:
 
 @dataclass(frozen=True)
 class FixedStatistics:
-    """``batch_norm=``: averages running statistics for some rounds, then fixes the statistics in training (FixBN).
+    """Option ``batch_norm``: fixes the averaged running statistics after some rounds (FixBN).
 
     Args:
         after: Number of rounds before the statistics are fixed, at least 0.
@@ -71,20 +68,20 @@ class VisitsAtOnce(ABC):
 
     @abstractmethod
     def plan(self, fit: Any) -> Any:
-        """Returns a plan for training clients in groups. If not possible, logs the reason and returns ``None``."""
+        """Plans to train clients in groups. Logs the reason and returns ``None`` if this is not possible."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """``faults=``: limits on client failures in a fit.
+    """Option ``faults``: limits on client failures in a fit.
 
     Args:
-        min_clients: Minimum number of valid updates per round; with fewer updates the global model does not change.
+        min_clients: Minimum number of valid updates per round. With fewer updates the global model does not change.
         max_failed_rounds: Number of consecutive rounds without a new model, due to failed clients, after which the fit
             ends with an error. A round in which all clients raise the same error ends the fit at once. A fit without
-            any successful round ends with an error. If ``None``, the fit continues after any failure.
-        visit_timeout: Time limit for one client's training in a round, in seconds, also if loading data or the training
-            step hangs; by default no limit. Requires Unix, and a fit in the main thread.
+            any successful round also ends with an error. If ``None``, the fit continues after any failure.
+        visit_timeout: Time limit for one client's training in a round, in seconds; by default no limit. Requires Unix,
+            and a fit in the main thread.
 
     Example:
         >>> from lightning_fed import Federation
@@ -113,12 +110,12 @@ VisitsOption: TypeAlias = VisitsName | VisitsAtOnce
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Checked options for a fit. Arguments not listed here are as in :class:`~lightning_fed.callbacks.Federation`.
+    """Checked options for a fit. For other arguments see :class:`~lightning_fed.callbacks.Federation`.
 
     Args:
-        visits_at_once: Object for training several clients simultaneously, such as ``Vectorized(8)``, or ``None``.
-        visits_one_by_one: Training loop for one client: ``"fused"`` (the package's), ``"lightning"`` or ``"auto"``.
-        has_personal_entries: Whether ``personal`` or ``batch_norm`` keeps state dict tensors on each client.
+        visits_at_once: Object that trains several clients simultaneously, such as ``Vectorized(8)``, or ``None``.
+        visits_one_by_one: Training loop for one client: ``"fused"`` (from this package), ``"lightning"`` or ``"auto"``.
+        has_personal_entries: Whether some state dict tensors stay on each client.
     """
 
     personal: Sequence[Selector]

@@ -1,4 +1,4 @@
-"""Log of each round (clients, bytes and distances between models), and of a whole fit."""
+"""Logs clients, bytes and model distances in each round, and summarises a fit."""
 
 from __future__ import annotations
 
@@ -32,25 +32,19 @@ _NAME = re.compile(r"[A-Za-z0-9._/-]{1,100}")
 
 
 class RoundLog:
-    """Writes a round's values to the Trainer's loggers, and to ``callback_metrics`` for callbacks with a monitor.
+    """Writes a round's values to the Trainer's loggers and ``callback_metrics``.
 
-    The logged step is the number of batches so far, as for Lightning's values, and ``epoch`` is the round. The logging
-    guide defines the values: ``fed/clients``, ``fed/stragglers``, ``fed/dropped``, ``fed/failed``, ``fed/num_samples``,
+    The logged step is the number of batches so far, as in Lightning, and ``epoch`` is the round. The logging guide
+    defines the values: ``fed/clients``, ``fed/stragglers``, ``fed/dropped``, ``fed/failed``, ``fed/num_samples``,
     ``fed/update_norm``, ``fed/global_update_norm``, ``fed/drift``, ``fed/batch_norm_shift``, ``comm/up_bytes``,
     ``comm/down_bytes``, ``comm/total_up_bytes`` and ``comm/total_down_bytes``.
 
-    Clients send numbers as ``metrics`` in the update. The mean over the clients is logged as ``clients/<name>``; with
-    this prefix, a client's number cannot replace another logged value. The log contains at most 64 names per client and
-    round, and 256 names per fit; names sent by more clients take precedence. Only finite values are logged, and names
-    with up to 100 letters, digits and ``._-/``. A warning appears if numbers are not logged.
-
-    Callbacks can monitor the latest value of every name. If the aggregator or the clients (``client/<id>/...``) log
-    other names than in the round before, the old names are removed.
+    Clients send further numbers in ``metrics`` of the update. The mean over the clients is logged as
+    ``clients/<name>``. The log has at most 64 names per client and round, and 256 names per fit. A warning appears if
+    numbers are not logged.
 
     Attributes:
-        totals: Sums over the finished rounds in this process: ``rounds``, ``clients`` with aggregated updates,
-            ``failed`` and ``dropped`` clients, ``up_bytes`` and ``down_bytes``, ``numbers`` from clients that were not
-            logged.
+        totals: Sums over the finished rounds in this process, by name, such as ``rounds``, ``failed`` and ``up_bytes``.
         total_up_bytes: Bytes in all updates since the first round.
         total_down_bytes: Bytes in all broadcasts since the first round.
     """
@@ -93,9 +87,9 @@ class RoundLog:
     ) -> None:
         """Logs a round's client counts, bytes, norms and metrics.
 
-        ``report`` is the server's :class:`RoundReport`. ``before`` and ``after`` are the shared model entries at the
-        start and the end of the round. ``measured`` contains the aggregation rule's metrics by name, and ``parameters``
-        the names of the trained entries. If ``is_private``, only ``measured`` is logged.
+        ``before`` and ``after`` are the shared model entries at the start and the end of the round. ``parameters``
+        contains the names of the trained entries, and ``measured`` the aggregation rule's metrics. If ``is_private``,
+        only ``measured`` is logged.
         """
         totals = self.total_up_bytes + report.up_bytes, self.total_down_bytes + report.down_bytes
         if is_private:  # without totals, which the summary would publish
@@ -135,7 +129,7 @@ class RoundLog:
         """Logs ``values`` by name for a round.
 
         ``passing`` maps a source, such as ``"aggregator"``, to the source's names in this round. Names from the same
-        source in earlier rounds, but not in this round, are removed from ``callback_metrics``.
+        source in earlier rounds are removed from ``callback_metrics``.
         """
         for kind, names in passing.items():
             self._replace(trainer, kind, names)
@@ -148,7 +142,7 @@ class RoundLog:
             logger.log_metrics({**shown, "epoch": round}, step=log_position(trainer))
 
     def _curves(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Values for TensorBoard, with megabytes in place of bytes and without counts that never changed in the fit."""
+        """Converts values for TensorBoard: bytes to megabytes, without counts that never changed."""
         curves = {}
         for name, value in values.items():
             if not isinstance(value, int) or value != self._first_counts.setdefault(name, value):
@@ -200,9 +194,10 @@ def describe_end(
     files: Mapping[str, str] | None = None,
     recalibrates: bool = False,
 ) -> str:
-    """Formats a fit's results as a table: sums over rounds (``totals``), duration, and last logged values.
+    """Formats a fit's results as a table.
 
-    If ``recalibrates``, a row notes the second transfer of each new model (to measure BatchNorm statistics).
+    ``totals`` contains sums over rounds, and ``metrics`` the last logged values. If ``recalibrates``, a row notes the
+    second transfer of each new model for BatchNorm statistics.
 
     Example:
         >>> totals = {"rounds": 2, "clients": 5, "failed": 1, "dropped": 0, "down_bytes": 4000, "up_bytes": 3500}
@@ -232,7 +227,7 @@ def describe_end(
 
 
 def files_of(trainer: L.Trainer) -> dict[str, str]:
-    """Returns rows (title and path) for a fit's logs and checkpoints; the best checkpoint's row also has the score."""
+    """Lists a fit's log folder and checkpoints, as table rows with title and path."""
     rows = {}
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:

@@ -1,1 +1,1 @@
-"""Adapters to Lightning's internals, also usable without federated training."""
+"""Functions to use Lightning's internals, also without federated training."""

@@ -1,4 +1,4 @@
-"""Lightning checkpoints: atomic writes, loading without pickle, and removal or search of files from a fit."""
+"""Writes Lightning checkpoints atomically, and loads checkpoints without pickle."""
 
 from __future__ import annotations
 
@@ -36,16 +36,15 @@ class RoundCheckpoint(Checkpoint):
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Writes Lightning checkpoints atomically. Loads checkpoints without pickle, because a pickle can execute any code.
+    """Writes Lightning checkpoints atomically, and loads checkpoints without pickle.
 
-    Lightning first writes to the folder for temporary files. If that folder is on another file system, a full disk or a
-    kill during the copy would replace the last checkpoint by a partial file.
+    A pickle can execute any code. Without atomic writes, a full disk could destroy the last checkpoint.
     """
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads a checkpoint with tensors and primitives. ``weights_only=False`` allows pickles, which can run code."""
+        """Loads a checkpoint. ``weights_only=False`` also allows pickled objects."""
         if weights_only is False:
             _log.warning("Loading %r with `weights_only=False`: pickled objects can execute code.", str(path))
         files = get_filesystem(path)
@@ -63,7 +62,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return content
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Writes a checkpoint atomically. If the write fails, the exception's note names the unchanged earlier file."""
+        """Writes a checkpoint atomically. If the write fails, an earlier file stays unchanged."""
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -71,6 +70,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         # The temporary folder has a different name, because Lightning searches file names for `last`.
         folder = file.with_name(f".{zlib.crc32(file.name.encode()):08x}.partial")
         shutil.rmtree(folder, ignore_errors=True)  # temporary files of a killed process
+        # Lightning first writes to the folder for temporary files, which may be on another file system.
         default_folder = tempfile.tempdir
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def _find_objects(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def protect_checkpoints(trainer: L.Trainer) -> None:
-    """Installs :class:`SafeCheckpointIO` in a Trainer, unless the user set another ``CheckpointIO``."""
+    """Installs :class:`SafeCheckpointIO` in a Trainer without a custom ``CheckpointIO``."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = SafeCheckpointIO()
 

@@ -1,7 +1,7 @@
-"""All uses of undocumented behaviour in Lightning and torch. Each docstring names the behaviour.
+"""Uses of undocumented behaviour in Lightning and torch. Each docstring names the behaviour.
 
-The only exception is the strategy (:mod:`lightning_fed.backends.client_parallel.strategy`). Each function has a test in
-``tests/lightning/test_internals.py``, which fails after a change in Lightning or torch.
+Each function has a test in ``tests/lightning/test_internals.py``, which fails after a change in Lightning or torch.
+Another such module is :mod:`lightning_fed.backends.client_parallel.strategy`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 
 
 class OverriddenMethod:
-    """Replaces a method on a user's object until :meth:`restore`; ``original`` is the replaced method.
+    """Replaces a method of an object until :meth:`restore`. ``original`` is the replaced method.
 
-    A copy of the object (``copy.deepcopy(module)``) has the original method. The class relies on two details of
-    Lightning: hooks are looked up on the instance, and the check for an overridden hook follows ``__wrapped__``.
+    A copy of the object (``copy.deepcopy(module)``) has the original method. Lightning finds hooks on the instance, and
+    follows ``__wrapped__`` to check whether a hook is overridden.
     """
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -75,10 +75,10 @@ class OverriddenMethod:
 
 @contextmanager
 def ignored_warning(message: str, module: str = "") -> Iterator[None]:
-    """Context that ignores a warning. Regular expressions match the message's start and the ``module``'s name.
+    """Context that ignores a warning. Regular expressions match the warning's text and the ``module``'s name.
 
-    On exit only this filter is removed; other filters added in the context stay. The function relies on
-    ``warnings.filters``, a list with the latest filter first.
+    Other filters added in the context stay. The function relies on ``warnings.filters``, a list with the latest filter
+    first.
     """
     # With a comment, because otherwise an equal filter of the user or an outer fit would be replaced.
     warnings.filterwarnings("ignore", f"(?#{next(_numbers)}){message}", module=module)
@@ -92,7 +92,7 @@ def ignored_warning(message: str, module: str = "") -> Iterator[None]:
 
 
 def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
-    """Returns the Trainer's own list of callbacks. Callers may add or move callbacks in this list."""
+    """Returns the Trainer's own list of callbacks. Changes of the list change the Trainer."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
 
@@ -103,7 +103,7 @@ def find_callbacks(trainer: L.Trainer, kind: type[_Callback]) -> list[_Callback]
 
 
 def datamodule_of(trainer: L.Trainer) -> Any:
-    """Returns the datamodule passed to ``fit`` (the Trainer stores the datamodule in an attribute), or ``None``."""
+    """Returns the datamodule passed to ``fit``, an attribute of the Trainer; ``None`` if missing."""
     return getattr(trainer, "datamodule", None)
 
 
@@ -119,7 +119,7 @@ def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
 
 
 def replace_handed_data(trainer: L.Trainer, datamodule: L.LightningDataModule) -> Callable[[], None]:
-    """Replaces data passed to ``fit`` (:func:`handed_data`) by a datamodule. Returns a function that restores data."""
+    """Replaces the data passed to ``fit`` by a datamodule. Returns a function that undoes this."""
     loops: tuple[Any, Any] = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
     pairs = zip(loops, handed_data(trainer), strict=True)
     sources = [(loop._data_source, data) for loop, data in pairs if data is not None]  # noqa: SLF001
@@ -150,14 +150,14 @@ def show_status(trainer: L.Trainer, text: str) -> None:
 
 
 def is_validating(trainer: L.Trainer) -> bool:
-    """True if ``trainer.validate`` is running. In contrast, ``trainer.validating`` is also true in a fit."""
+    """True during ``Trainer.validate``, but not during the validation in a fit."""
     return trainer.state.fn == TrainerFn.VALIDATING
 
 
 def exchange_stage(trainer: L.Trainer, stage: Any) -> Any:
-    """Sets the Trainer's stage (``"validation"``, ``"test"`` or an earlier return value). Returns the previous stage.
+    """Sets the Trainer's stage, an attribute of the Trainer's state. Returns the previous stage.
 
-    The stage is the attribute ``stage`` of the Trainer's state.
+    ``stage`` is ``"validation"``, ``"test"`` or an earlier return value.
     """
     before = trainer.state.stage
     known = {"validation": RunningStage.VALIDATING, "test": RunningStage.TESTING}
@@ -195,7 +195,7 @@ def loader_to_overfit(loader: Any) -> Any:
 
 
 def distribute_loader(trainer: L.Trainer, loader: Any) -> Any:
-    """Replaces a dataloader's sampler by a distributed sampler, as Lightning does for a fit without federation."""
+    """Replaces a dataloader's sampler by a distributed sampler, as Lightning does."""
     is_combined = isinstance(loader, CombinedLoader)
     combined = copy.copy(loader) if is_combined else CombinedLoader(loader)
     stage = TrainerFn.FITTING, RunningStage.TRAINING
@@ -204,7 +204,7 @@ def distribute_loader(trainer: L.Trainer, loader: Any) -> Any:
 
 
 def advise_workers(trainer: L.Trainer, loader: Any) -> None:
-    """Runs Lightning's warning about dataloaders with few worker processes, as in a fit without federation."""
+    """Runs Lightning's warning about dataloaders with few worker processes."""
     for part in (loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader)).flattened:
         _worker_check(trainer, part, "train_dataloader")
 
@@ -238,7 +238,7 @@ def exchange_max_steps(trainer: L.Trainer, steps: int) -> int:
 
 
 def forget_length(trainer: L.Trainer) -> None:
-    """Sets the length of an epoch to infinity, as for an iterable, so Lightning validates only after the last batch.
+    """Sets the length of an epoch to infinity, so that Lightning validates only after the last batch.
 
     The length is stored in the fit loop, and as the number of batches between validations in the Trainer.
     """
@@ -248,14 +248,14 @@ def forget_length(trainer: L.Trainer) -> None:
 
 
 def end_with_batch(trainer: L.Trainer) -> None:
-    """Marks the current batch as the last batch of the epoch, by changing the length in Lightning's data fetcher."""
+    """Makes the current batch the last batch of the epoch, by the length in Lightning's data fetcher."""
     fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
     assert fetcher is not None
     fetcher.length = fetcher.fetched + 1
 
 
 def batches_in_epoch(trainer: L.Trainer) -> int:
-    """Number of batches started in the epoch. Directly after a resume, the number of batches before the checkpoint."""
+    """Number of batches started in the epoch, including batches before a resume."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
@@ -265,27 +265,26 @@ def fit_progress(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mapping[str, Any], window: int) -> None:
-    """Resets a checkpoint to the start of an epoch. ``global_step`` and ``progress`` are the values at this start.
+    """Resets a checkpoint to the start of an epoch, to repeat the epoch.
 
-    Lightning resumes at the batch index ``current.ready`` in ``epoch_loop.batch_progress``, but treats 0 as the end of
-    an epoch. The function therefore changes 0 to 1. If every batch has an optimizer step (``window=1``), a resumed
-    Trainer then adds 1 to the log's step (:func:`log_position`), so the function subtracts 1 in advance.
+    ``global_step`` and ``progress`` (from :func:`fit_progress`) are the values at this start. ``window`` is the number
+    of batches per optimizer step.
     """
     checkpoint["global_step"], loop = global_step, copy.deepcopy(progress)
     checkpoint["loops"]["fit_loop"] = loop
     batches = loop["epoch_loop.batch_progress"]
     batches["is_last_batch"] = False
     if batches["current"]["ready"] == 0:
-        _advance(batches, "ready")  # the first batch is already fetched
-    if window == 1:  # a resumed fit counts the batch on the log's axis again
+        _advance(batches, "ready")  # Lightning would treat 0 as the end of an epoch
+    if window == 1:  # a resumed Trainer counts this batch again in `log_position`
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
 def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
     """Marks the epoch in a checkpoint as complete, so that a resumed Trainer begins the next epoch.
 
-    ``is_counted``: whether the log's step (:func:`log_position`) already includes the epoch's last batch, as in a
-    checkpoint saved after the validation. Otherwise the function adds 1.
+    ``is_counted`` is true if :func:`log_position` in the checkpoint already counts the last batch. Otherwise 1 is
+    added.
     """
     loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
@@ -303,7 +302,7 @@ def validates_after_batch(trainer: L.Trainer) -> bool:
 
 
 def await_validation(checkpoint: dict[str, Any]) -> None:
-    """Changes a checkpoint saved after an epoch's last batch, so that a resumed fit starts with the validation."""
+    """Changes a checkpoint from the end of an epoch, so that a resumed fit starts with the validation."""
     loop = checkpoint["loops"]["fit_loop"]
     _advance(loop["epoch_loop.batch_progress"], "completed")
     for counts in (loop["epoch_loop.val_loop.batch_progress"][part] for part in ("total", "current")):
@@ -316,17 +315,17 @@ def _advance(progress: dict[str, Any], stage: str) -> None:
 
 
 def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
-    """Makes a fit start at ``epoch`` instead of 0, by loading a state into the fit loop's progress, as on resume."""
+    """Makes a fit start at ``epoch`` instead of 0, by changing the fit loop's progress."""
     progress = trainer.fit_loop.epoch_progress
     for counts in (progress.total, progress.current):
         counts.load_state_dict(dict.fromkeys(counts.state_dict(), epoch))
 
 
 def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
-    """Adds ``count`` optimizer steps from other processes to ``trainer.global_step`` and to :func:`log_position`.
+    """Adds ``count`` optimizer steps from other processes to ``trainer.global_step``.
 
-    Lightning has one count for automatic and one for manual optimization, and ``global_step`` reads the module's count.
-    The function adds to both.
+    Lightning counts steps separately for automatic and manual optimization. The function changes both counts, and
+    :func:`log_position`.
     """
     move_log_position(trainer, count)
     loop = trainer.fit_loop.epoch_loop
@@ -339,9 +338,9 @@ def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
 
 
 def show_metrics(trainer: L.Trainer, values: Mapping[str, Tensor]) -> None:
-    """Adds named values to the Trainer's metrics, for callbacks that monitor values.
+    """Adds values to the Trainer's metrics for callbacks, but not to loggers.
 
-    ``LightningModule.log`` would add every value to a collection that Lightning reads at each batch.
+    ``LightningModule.log`` is not used, because every logged value slows each batch.
     """
     trainer.callback_metrics.update(values)
     trainer.logged_metrics.update(values)
@@ -363,7 +362,7 @@ def log_position(trainer: L.Trainer) -> int:
 
 
 def move_log_position(trainer: L.Trainer, count: int) -> None:
-    """Adds ``count`` to the log's step, :func:`log_position`. A negative count removes steps of empty batches."""
+    """Adds ``count`` to :func:`log_position`. A negative count removes the empty batches that Lightning counts."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += count  # noqa: SLF001
 
 
@@ -373,7 +372,7 @@ def keep_schedulers(trainer: L.Trainer, configs: Sequence[Any]) -> None:
 
 
 def loss_scaler(trainer: L.Trainer) -> Any:
-    """Returns the object whose state is the loss scale (the precision plugin); ``None`` if losses are unscaled.
+    """Returns the precision plugin if it scales losses, otherwise ``None``.
 
     Only precision plugins with loss scaling have a state.
     """
@@ -381,14 +380,15 @@ def loss_scaler(trainer: L.Trainer) -> Any:
 
 
 def loss_scaler_key(trainer: L.Trainer) -> str:
-    """Returns the key of :func:`loss_scaler`'s state in the checkpoint dictionary: the plugin's class name."""
+    """Returns the checkpoint key of the state of :func:`loss_scaler`: the plugin's class name."""
     return type(trainer.precision_plugin).__qualname__
 
 
 def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
-    """Returns the scale of gradients in ``on_before_optimizer_step``: the loss scale for fused optimizers, otherwise 1.
+    """Returns the scale of gradients in ``on_before_optimizer_step``.
 
-    Fused optimizers unscale in ``step``. ``torch.amp.GradScaler`` recognises these optimizers by a private attribute.
+    For fused optimizers this is the loss scale, because these unscale in ``step``. ``torch.amp.GradScaler`` recognises
+    fused optimizers by a private attribute. Otherwise the scale is 1.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -397,7 +397,7 @@ def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
 
 
 def loss_scale(trainer: L.Trainer) -> float:
-    """Returns the factor of the loss in the backward pass: the loss scale, or 1 for a plugin without ``scaler``."""
+    """Returns the factor of the loss in the backward pass; 1 without loss scaling."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
 
@@ -419,23 +419,23 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Returns Lightning's estimate of a batch's size, the weight for values logged without a batch size."""
+    """Returns Lightning's estimate of a batch's size, used as a weight for logged values."""
     return extract_batch_size(batch)
 
 
 @cache
 def lightning_attributes() -> frozenset[str]:
-    """Names of attributes in an empty ``LightningModule``, but not in a ``torch.nn.Module``."""
+    """Names of the attributes that ``LightningModule`` adds to ``torch.nn.Module``."""
     return frozenset(vars(L.LightningModule())) - _MODULE_ATTRIBUTES
 
 
 def implements(owner: Any, hook: str, base: type) -> bool:
-    """True if a module or callback (class or instance) overrides a hook from Lightning's class ``base``."""
+    """True if a module or callback (class or instance) overrides a hook from the class ``base``."""
     return hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
 
 
 def callbacks_with_log(trainer: L.Trainer) -> list[L.Callback]:
-    """Returns callbacks with an attribute ``log``, which Lightning sets to the module's ``log`` before ``setup``."""
+    """Returns callbacks with an attribute ``log``, which Lightning sets before ``setup``."""
     return [callback for callback in callbacks_of(trainer) if "log" in vars(callback)]
 
 
@@ -450,5 +450,5 @@ def is_vmap_tensor(tensor: Tensor) -> bool:
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """True if ``register_post_accumulate_grad_hook`` was called: the parameter stores the hooks as an attribute."""
+    """True if ``register_post_accumulate_grad_hook`` was called, by the parameter's hook attribute."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -1,4 +1,4 @@
-"""Entries of a module's state: policies, and safe loading.
+"""Names, policies and safe loading of a module's state dict entries.
 
 Every entry of ``module.state_dict()`` has one policy:
 
@@ -44,7 +44,7 @@ BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Slot(NamedTuple):
-    """Location of a parameter or buffer: layer and attribute name. ``path``: the name in ``named_parameters()``."""
+    """A parameter or buffer with the layer and attribute name. ``path`` is the name in ``named_parameters()``."""
 
     path: str
     layer: nn.Module
@@ -117,9 +117,9 @@ def _memory(value: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...
 
 
 def entry_names(module: nn.Module) -> dict[Tensor, str]:
-    """Maps each parameter and buffer to the tensor's name in ``state_dict()``; ``named_parameters()`` may differ.
+    """Maps each parameter and buffer to the tensor's name in ``state_dict()``.
 
-    Tensors outside the state dict are excluded; if such a tensor requires gradients, ``ValueError`` is raised.
+    Tensors outside the state dict are excluded. ``ValueError`` is raised if such a tensor requires gradients.
     """
     return _find_complete_state(module)[1]
 
@@ -156,13 +156,13 @@ def parameter_entries(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def layer_entries(module: nn.Module, layer: nn.Module) -> list[str]:
-    """Names in the module's state dict for the parameters and buffers in ``layer``, a submodule."""
+    """Lists the state dict names of the parameters and buffers in ``layer``, a submodule."""
     names = _entry_names(module)
     return list(dict.fromkeys(names[slot.tensor] for slot in tensor_slots(layer) if slot.tensor in names))
 
 
 def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
-    """Maps each layer to the prefix of the layer's entry names: ``weight`` has the name ``prefix + "weight"``."""
+    """Maps each layer to the prefix of the layer's entry names, for example ``"net.0."``."""
     names, prefixes = _entry_names(module), dict[nn.Module, str]()
     for slot in tensor_slots(module):
         if slot.tensor in names and names[slot.tensor].rpartition(".")[2] == slot.attribute:
@@ -171,9 +171,9 @@ def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
-    """Raises an error if a trained tensor (in a module or in ``optimizers``) is not in ``module.state_dict()``.
+    """Raises an error if the state dict lacks a tensor that the module or ``optimizers`` train.
 
-    Also refuses lazy layers, entries with partly shared memory, and running statistics missing from the state dict.
+    Also refuses lazy layers, entries with overlapping memory, and running statistics missing from the state dict.
     """
     slots, owner = tensor_slots(module), type(module).__name__
     lazy = [slot.path for slot in slots if is_lazy(slot.tensor)]
@@ -254,9 +254,10 @@ def trainable_entries(module: nn.Module) -> frozenset[str]:
 
 
 def untrained_entries(module: nn.Module) -> frozenset[str]:
-    """Names of entries unchanged by training: parameters without gradients, and buffers in layers in evaluation mode.
+    """Names of entries that optimizers and BatchNorm updates leave unchanged.
 
-    Only the module's own code, such as ``forward``, can change these entries during training.
+    These are parameters without gradients, and buffers in layers in evaluation mode. The module's own code, such as
+    ``forward``, may still change these entries.
     """
     names = entry_names(module)
     untrained: set[Tensor] = {parameter for parameter in module.parameters() if not parameter.requires_grad}
@@ -267,7 +268,7 @@ def untrained_entries(module: nn.Module) -> frozenset[str]:
 
 
 def identical_entries(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> frozenset[str]:
-    """Names of entries with equal dtype, shape, device and values in both states (NaN is unequal)."""
+    """Names of entries with equal values, dtype, shape and device in both states."""
     common = [name for name in left if name in right]
     same = {name for name in common if left[name] is right[name]}
     alike = [name for name in common if name not in same and _form(left[name]) == _form(right[name])]
@@ -306,7 +307,7 @@ def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
 
 
 def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> str | None:
-    """Describes a state dict's first difference in names, shapes or dtypes from ``reference``, or returns ``None``."""
+    """Describes the first difference from ``reference`` in names, shapes or dtypes; ``None`` without a difference."""
     missing = [name for name in reference if name not in state]
     if missing:
         return f"missing entries: {list_first(missing)}"
@@ -324,7 +325,7 @@ def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> 
 
 @torch.no_grad()
 def find_non_finite(state: Mapping[str, Tensor]) -> str | None:
-    """Describes the first entry with NaN or infinite values, or returns ``None``, using one device synchronisation."""
+    """Describes the first entry with NaN or infinite values; ``None`` if all values are finite."""
     names = [name for name, value in state.items() if value.is_floating_point() or value.is_complex()]
     # A norm only reads memory; `isfinite` writes as well. A norm is also infinite for too large finite values.
     if not names or math.isfinite(norm(flat for (flat,) in join([state[name] for name in names]))):
@@ -356,7 +357,7 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
 
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Euclidean norm of all tensors together, shape ``()``, or 0 without elements."""
+    """Euclidean norm of all tensors together, shape ``()``."""
     parts = norms(tensors)
     if not parts:
         return torch.tensor(0.0)
@@ -367,7 +368,7 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def distance(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterable[str]) -> float | None:
-    """Euclidean distance between two models, over the named entries of equal shape; ``None`` without such entries."""
+    """Euclidean distance between two models over the named entries. Entries of different shape are ignored."""
     common = [name for name in names if name in new and name in old and new[name].shape == old[name].shape]
     steps = differences([new[name] for name in common], [old[name] for name in common])
     return float(norm(steps)) if common else None
@@ -401,11 +402,11 @@ def entry_policies(
 
 
 def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[Selector], option: str) -> set[str]:
-    """Returns the state dict entries that match any selector (:data:`Selector`). Error messages name ``option``.
+    """Returns the state dict entries that match any selector (:data:`Selector`).
 
     Raises:
-        ValueError: If a selector matches nothing, or if a tied tensor (one tensor with several names) is matched, but
-            not by its first name in the state dict or first layer.
+        ValueError: If a selector matches nothing. Also if a selector matches a tied tensor (one tensor with several
+            names) only by a later name or layer. The message contains ``option``, the name of the user's option.
     """
     names = list(names)
     tied = tied_names({name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)})
@@ -424,9 +425,9 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
             for name, layer in first_layers.items():
                 if name in selected and layer not in inner:
                     raise OptionError(
-                        f"Expected layer types in `{option}` to match the first of all layers with a tied tensor, but "
-                        f"{selector.__name__} matches only a later layer with {name!r}: use the first layer's type, "
-                        f"{type(layer).__name__}, or the name of the tensor."
+                        f"Expected layer types in `{option}` to match the first layer that contains a shared tensor, "
+                        f"but {selector.__name__} matches only a later layer with the shared tensor {name!r}: use the "
+                        f"first layer's type, {type(layer).__name__}, or the name of the tensor."
                     )
         if not selected:
             raise OptionError(
@@ -444,7 +445,7 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
 
 
 def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
-    """Checks an argument with selectors of state dict entries (patterns, module types, functions). Returns a tuple."""
+    """Checks a user's list of selectors (:data:`Selector`), and returns the list as a tuple."""
     if isinstance(selectors, str) or not isinstance(selectors, Iterable):
         raise ValueError(f"Expected `{name}` to be a list, such as ['head.*', nn.BatchNorm2d], but got {selectors!r}.")
     checked = tuple(selectors)
@@ -470,7 +471,7 @@ def batch_norm_statistics(module: nn.Module) -> set[str]:
 
 
 def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
-    """Returns BatchNorm layers with running statistics, by the prefix of the layer's entry names, such as ``"1."``."""
+    """Returns BatchNorm layers with running statistics by layer name, such as ``"1"``."""
     layers = {
         # All kinds have the same attributes, but no public base class.
         path: cast("nn.BatchNorm2d", layer)
@@ -482,7 +483,7 @@ def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
 
 
 def freeze_batch_norm(module: nn.Module) -> None:
-    """Sets all BatchNorm layers to evaluation mode: running statistics stay constant, also in training."""
+    """Sets all BatchNorm layers to evaluation mode, so running statistics stay constant in training."""
     for layer in batch_norm_layers(module).values():
         layer.eval()
 
@@ -496,7 +497,7 @@ def thaw_batch_norm(module: nn.Module) -> None:
 
 
 def find_measurement(module: nn.Module) -> ModuleType | None:
-    """Imports the code that measures BatchNorm statistics; ``None`` if no layer in ``module`` has such statistics."""
+    """Imports the code that measures BatchNorm statistics, if ``module`` has such statistics."""
     return load_feature("lightning_fed.batch_norm.measurement") if batch_norm_layers(module) else None
 
 

@@ -21,7 +21,7 @@ class AttributeChange(NamedTuple):
 
 @torch.no_grad()
 def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Loads a state of any widths into a module, for example from a checkpoint.
+    """Loads a state into a module, and changes the module's layer widths to fit.
 
     `Parameter` objects stay the same, so optimizers, tied weights and hooks keep working. Optimizer states of
     parameters with a new shape become invalid, and gradients are dropped. Layer attributes (``out_channels``,
@@ -82,7 +82,7 @@ def update_layer_sizes(module: nn.Module) -> list[AttributeChange]:
 
 
 def layer_numbers(layer: nn.Module) -> dict[str, Any]:
-    """Maps a layer's size attributes (such as ``in_features``) to values read from the layer's tensor shapes."""
+    """Computes a layer's size attributes, such as ``in_features``, from the layer's tensor shapes."""
     if isinstance(layer, nn.modules.conv._ConvNd):  # noqa: SLF001  the base class of all convolutions
         first, second = layer.weight.shape[:2]
         if layer.transposed:

@@ -13,9 +13,10 @@ from lightning_fed.numerics.precision import float64_device, to_float64
 
 
 class Float64States(Metric):
-    """Base class of metrics with float64 states, stored on the CPU if the metric's device lacks float64.
+    """Base class of metrics with float64 states on any device.
 
-    ``float64_states`` lists the names of these states. ``set_dtype`` affects only the result.
+    ``float64_states`` lists the names of these states. On devices without float64 the states are stored on the CPU.
+    ``set_dtype`` affects only the result.
     """
 
     float64_states: ClassVar[tuple[str, ...]] = ()

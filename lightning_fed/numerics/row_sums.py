@@ -19,12 +19,13 @@ RowWeighting: TypeAlias = Literal["global", "per_row"]
 class RowSums:
     r"""Running weighted sums of table rows, with memory only for rows that clients have sent.
 
-    With weights :math:`a_k`, rows :math:`S_k` of client *k* and the initial table :math:`w`, the mean is
+    Client *k* sends the rows :math:`w_{k,j}` with the indices :math:`j \in S_k`, and has weight :math:`a_k`. For the
+    old table :math:`w`, row *j* in the mean is
 
     .. math:: \bar w_j = w_j + \frac{1}{A_j} \sum_{k:\, j \in S_k} a_k (w_{k,j} - w_j)
 
-    Here :math:`A_j` is the sum of all weights (``"global"``, the default: a missing row is treated as unchanged), or of
-    the weights of clients with row *j* (``"per_row"``). Sums have dtype float64.
+    With ``"global"``, the default, :math:`A_j` is the sum of all weights, so a missing row counts as unchanged. With
+    ``"per_row"``, :math:`A_j` is the sum of the weights of the clients with row *j*. Sums have dtype float64.
 
     Attributes:
         total: Sum of all added weights.
@@ -69,11 +70,10 @@ class RowSums:
 
     @torch.no_grad()
     def mean(self, base: Tensor, weighting: RowWeighting = "global", total: float | None = None) -> Tensor:
-        """Returns a copy of the table ``base``, shape ``(n, *)``, with means in all rows from at least one client.
+        """Returns a copy of ``base`` with the weighted mean in each row sent by at least one client.
 
-        With ``"global"`` the mean is over all clients: a client without the row counts with the row in ``base``, and
-        ``total`` is the sum of all weights (by default, of the added weights). With ``"per_row"`` the mean is over the
-        clients with the row.
+        With ``"global"``, a client without a row contributes the row of ``base``, and ``total`` is the sum of all
+        clients' weights (by default, of the added weights). With ``"per_row"``, only clients with the row count.
         """
         check_option("row_weighting", weighting, ("global", "per_row"))
         self._merge_parts()

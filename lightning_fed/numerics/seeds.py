@@ -1,4 +1,4 @@
-"""Seeds of random generators, and integers derived from client names, with equal values in all processes."""
+"""Derives seeds, and integers from client names, with equal values in all processes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Containers of tensors: nested containers, and fast operations on lists.
+"""Helpers for nested containers with tensors, and fast operations on lists.
 
-:func:`copies` places copies of tensors adjacently in memory, and :func:`join` views adjacent tensors as one flat
-tensor, so that an operation on a whole model is one call.
-
-PyTorch documents ``torch._foreach_*`` as beta ("Foreach Operations") and uses these functions in all optimizers.
+:func:`copies` places tensors next to each other in memory. :func:`join` then views them as one flat tensor, so that an
+operation on a whole model needs only one call.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def elements(container: Any, mapping: type[Mapping[Any, Any]] = Mapping) -> Iterable[Any]:
-    """Returns the values of a ``mapping``, or the elements of a list, tuple or set, or ``()`` for other objects.
+    """Returns the values of a mapping, or the elements of a list, tuple or set, or ``()``.
 
-    With the type ``dict`` for ``mapping``, other mappings are not read: a lazy mapping would load all values.
+    ``mapping`` is the type for mappings. With ``dict``, lazy mappings are not loaded.
     """
     if isinstance(container, mapping):
         return container.values()
@@ -79,8 +77,9 @@ def copy_tree(value: Any, copied: dict[int, Any] | None = None) -> Any:
     """Copies a scheduler's or optimizer's state. Later steps do not change the copy.
 
     Optimizers, modules, functions and objects with a custom constructor are only referenced. Unlike ``copy.deepcopy``,
-    the function runs no code of other classes: ``deepcopy`` may not terminate for a scheduler with ``__getattr__``.
+    the function runs no code of other classes.
     """
+    # `copy.deepcopy` may not terminate for a scheduler with `__getattr__`.
     copied = {} if copied is None else copied
     result: Any
     if id(value) in copied:
@@ -137,9 +136,10 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Applies an elementwise ``function(flat, index)``, with one call per group of tensors adjacent in memory.
+    """Applies an elementwise function, with one call per group of tensors adjacent in memory.
 
-    ``flat`` joins the group's tensors, and ``index`` is the list index of the first. Returns one result per tensor.
+    The function receives the group as one flat tensor, and the list index of the first tensor. Returns one result per
+    tensor.
     """
     results = list(tensors)
     for run in find_runs(tensors):
@@ -150,7 +150,7 @@ def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor
 
 
 def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
-    """Groups list indices: the tensors in a group have equal dtypes and lie directly one after another in memory."""
+    """Groups list indices if the tensors have equal dtypes and lie directly one after another in memory."""
     runs: list[list[int]] = []
     open_runs: dict[Any, tuple[list[int] | None, list[int]]] = {}  # runs and ends of storages, by next addresses
     for position, group in enumerate(zip(*lists, strict=True)):
@@ -170,7 +170,7 @@ def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 
 def join(*lists: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Groups list indices with tensors adjacent in memory in all lists. Returns per group a flat view for each list."""
+    """Finds groups of tensors adjacent in memory in every list. Returns per group one flat view for each list."""
     return [tuple(_view_flat([values[at] for at in run]) for values in lists) for run in find_runs(*lists)]
 
 
@@ -192,6 +192,7 @@ def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copies each value into the target at the same index, like ``Tensor.copy_``."""
     pairs = list(zip(targets, values, strict=True))
     for dtype in {target.dtype for target in targets}:  # a fused kernel serves one dtype
+        # `torch._foreach_*` is documented as beta, and used in all PyTorch optimizers.
         group = [(target, value) for target, value in pairs if target.dtype == dtype]
         torch._foreach_copy_([target for target, _ in group], [value for _, value in group])
 
@@ -205,9 +206,9 @@ def add_in_float64(sums: Sequence[Tensor], values: Sequence[Tensor], weight: flo
 
 
 def differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields the differences ``new - old`` of tensor pairs, on the CPU in chunks of each tensor.
+    """Yields the differences ``new - old`` of tensor pairs. On the CPU large tensors are split into chunks.
 
-    Chunks do not depend on the memory layout (:func:`find_runs`), so a sum over chunks is equal on all machines.
+    Chunks do not depend on the memory layout, so a sum over chunks is equal on all machines.
     """
     for pair in zip(new, old, strict=True):
         for values in zip(*map(cache_chunks, pair), strict=True):
@@ -215,7 +216,7 @@ def differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> Iterator[Tensor
 
 
 def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
-    """Compares pairs of tensors, with one device synchronisation. Returns ``True`` for each pair with equal values."""
+    """Compares pairs of tensors. Returns ``True`` for each pair with equal values."""
     if all(value.is_cpu for value in left):
         return [torch.equal(one, other) for one, other in zip(left, right, strict=True)]
     flags = [(one == other).all() for one, other in zip(left, right, strict=True)]
@@ -229,10 +230,9 @@ def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
-    """Flattens and splits a tensor into chunks for the CPU cache. On other devices the result is a single chunk.
+    """Flattens a tensor, and splits the result into chunks for the CPU cache.
 
-    Working chunk by chunk avoids large intermediate tensors, whose memory traffic costs more than the arithmetic.
-    The chunks share a contiguous tensor's memory.
+    On other devices the result is a single chunk. The chunks share a contiguous tensor's memory.
     """
     flat = value.reshape(-1)
     if value.device.type != "cpu" or len(flat) <= _CACHED_ELEMENTS:

@@ -20,10 +20,10 @@ class WeightedMean:
 
     .. math:: \bar w = \frac{\sum_k a_k w_k}{\sum_k a_k}
 
-    Floating-point entries are summed in float64 and cast back once, so the mean of identical float32 states is exact
-    and independent of the client order. Integer and boolean entries (``num_batches_tracked``) are taken from the state
-    with the largest ``size`` (number of examples). If sizes are equal, the largest value is taken. :meth:`merge` adds
-    the states of another process.
+    Here :math:`w_k` is a state and :math:`a_k` the weight. Floating-point entries are summed in float64 and cast back
+    once, so the mean of identical float32 states is exact. Integer and boolean entries are taken from the state with
+    the largest ``size`` (number of examples). If sizes are equal, the largest value is taken. :meth:`merge` adds the
+    states of another process.
 
     Example:
         >>> import torch
@@ -98,9 +98,8 @@ class WeightedMean:
     ) -> dict[str, Tensor]:
         """Returns the weighted mean of all added states, in the dtype of each entry.
 
-        ``base``, the state before the round, is required if clients sent only some rows of an entry. If an entry is
-        missing in an added state, the entry's value is taken from ``base``, or is 0 without ``base``. Raises
-        ``ValueError`` without a positive weight.
+        ``base`` is the state before the round, required if clients sent only some rows of an entry. An entry missing in
+        an added state is taken from ``base`` (0 without ``base``). Raises ``ValueError`` without a positive weight.
         """
         if self.total <= 0:
             raise ValueError("Expected at least one state with a positive weight before `mean`.")
@@ -115,7 +114,7 @@ class WeightedMean:
         return means | {name: value.clone() for name, value in self._integers.items()}
 
     def held_rows(self) -> dict[str, Tensor]:
-        """For entries sent only as rows: row indices received from any client, int64, shape ``(rows,)``."""
+        """Indices of all received rows, int64, by name of the entries that clients sent only as rows."""
         return {name: sums.rows for name, sums in self._rows.items() if name not in self._sums}
 
     def _completed(self, name: str, value: Tensor, base: Mapping[str, Tensor] | None) -> Tensor:

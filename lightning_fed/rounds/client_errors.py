@@ -1,4 +1,4 @@
-"""Classification of errors in a client's training: faults of one client, or errors that end the fit."""
+"""Decides whether an error in a client's training excludes the client or ends the fit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _LOST_DEVICE = ("device-side assert", "an illegal memory access", "CUDA error: u
 
 
 def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
-    """Returns the reason to exclude a client after an error in a training step; ``None`` if the fit must end.
+    """Returns the reason to exclude a client after an error in a training step.
 
-    A client may have invalid labels, images of another size, or batches too large for the device. If all clients fail,
-    :class:`FailedRounds` ends the fit. Errors after which the process cannot use the GPU also end the fit.
+    Returns ``None`` if the error must end the fit, because the process can no longer use the GPU.
     """
     if any(text in str(error) for text in _LOST_DEVICE):
         return None
@@ -39,7 +38,7 @@ _ODD_BATCH = (
 
 
 def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
-    """Formats a note for an exception in a client's training: client, round and batch, and a remedy."""
+    """Formats a note for an error in a client's training, with round and client."""
     note = f"Raised in round {round_number(planned.visit.round)}, in the visit of client {planned.visit.client!r}."
     if any(text in str(error) for text in _LOST_DEVICE):
         return (
@@ -51,7 +50,7 @@ def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
 
 
 def check_changes(module: object, planned: PlannedVisit, received: State, state: State, may_be_equal: bool) -> None:
-    """Checks a module without an optimizer: training must keep shapes and (unless ``may_be_equal``) change an entry."""
+    """Raises an error if a module without an optimizer has trained nothing, or changed a tensor's shape."""
     resized = [name for name, value in state.items() if name in received and value.shape != received[name].shape]
     if not resized and (may_be_equal or len(identical_entries(received, state)) < len(state)):
         return
@@ -59,7 +58,8 @@ def check_changes(module: object, planned: PlannedVisit, received: State, state:
     if resized:
         change = f"changes the shape of {resized[0]!r}"
     raise MisconfigurationException(
-        f"Expected {type(module).__name__}, a module without an optimizer, to train by changing the values in buffers, "
-        f"but the training of client {planned.visit.client!r} {change}: register each buffer in the final shape before "
-        "`fit`. With a single client, `on_train_epoch_end` may fill a buffer from a list."
+        f"{type(module).__name__} has no optimizer, so training must change the values in its buffers, but the "
+        f"training of client {planned.visit.client!r} {change}: register each buffer in the final shape before `fit`, "
+        "and fill the buffers during a client's training. Only a fit with a single client may fill a buffer in "
+        "`on_train_epoch_end`."
     )

@@ -1,4 +1,4 @@
-"""Loads clients' models into the module outside training, for ``Federation.own_models`` and ``Federation.ask``."""
+"""Loads clients' models into the module between rounds, for evaluation and for questions from the server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Answers:
-    """Clients' answers to a question from the server (:meth:`Federation.ask`), with failure reasons and byte counts."""
+    """Clients' answers to a question from the server."""
 
     updates: dict[Client, ClientUpdate] = field(default_factory=dict)
     failed: dict[Client, str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Answers:
 
 @contextmanager
 def own_models(fit: FederatedFit, module: L.LightningModule) -> Iterator[Callable[[Client], None]]:
-    """Context for :meth:`Federation.own_models`: yields a function that loads a client's model."""
+    """Yields a function that loads a client's model into the module. Finally restores the global model."""
     local = fit.local_model(module)
     state = local.global_state()
 
@@ -69,7 +69,7 @@ def own_models(fit: FederatedFit, module: L.LightningModule) -> Iterator[Callabl
 def client_state(
     fit: FederatedFit, module: L.LightningModule | None, client: Client, is_in_round: bool
 ) -> dict[str, Any]:
-    """Returns a client's model state for :meth:`Federation.client_state`. ``module`` must contain the global model."""
+    """Returns the state dict of a client's model. ``module`` must contain the global model."""
     # Validation without a fit does not load the clients.
     if module is not None and not fit.is_population_known and fit.policies:
         is_known = not fit.local_model(module).personal or fit.store.get(client) is not None
@@ -98,7 +98,7 @@ def ask(
     question: Mapping[str, Any],
     own: bool,
 ) -> Answers:
-    """Sends a question to ``clients`` outside a round, and collects the answers. See :meth:`Federation.ask`."""
+    """Sends a question to clients between rounds, and collects the answers. See :meth:`Federation.ask`."""
     trainer, clients = fit.trainer, list(clients)
     round = trainer.current_epoch
     with torch.inference_mode(False):  # tensors made in that mode cannot be trained
@@ -152,10 +152,9 @@ def ask(
 
 
 def measure_own_statistics(fit: FederatedFit, clients: Iterable[Client]) -> None:
-    """Measures and stores the separate BatchNorm statistics of the clients whose data are in this process.
+    """Measures and stores BatchNorm statistics for the clients with data in this process.
 
-    Clients with statistics for the current weights are skipped. The module must contain the global model. After the
-    measurement the module contains the global model again.
+    Clients with statistics for the current weights are skipped. The module contains the global model before and after.
     """
     module, ranks = fit.module, process_group_of(fit.trainer)
     if fit.remote is not None:

@@ -75,7 +75,7 @@ _WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())  # 
 
 
 class VisitPlan(NamedTuple):
-    """Classes for the training and the dataloader of a round, and the number of clients trained at once."""
+    """Classes for training and data loading in a round. ``clients`` is the number of clients trained at once."""
 
     driver: Callable[..., VisitDriver] = VisitDriver
     loader: Callable[..., RoundLoader] = RoundLoader
@@ -83,15 +83,15 @@ class VisitPlan(NamedTuple):
 
 
 class RoundLoop:
-    """Runs the rounds inside a Trainer's fit: creates each round's dataloader, and ends each round.
+    """Runs the rounds of a fit inside Lightning's fit loop.
 
     Attributes:
         open_round: The current round; ``None`` between rounds.
-        plan: Python classes for training and loading data, for one client or several clients at once.
+        plan: The classes that train clients and load data.
         is_attached: True during a fit, while methods of the module and the Trainer are overridden.
         is_planned: True after the first round's dataloader has been created.
-        is_ready: True after the federation's hook ``on_fit_start`` (:meth:`prepare`).
-        failed_rounds: Rounds without a new model due to failed clients.
+        is_ready: True after :meth:`prepare`.
+        failed_rounds: Counts rounds without a new model.
     """
 
     def __init__(self, fit: FederatedFit) -> None:
@@ -144,9 +144,9 @@ class RoundLoop:
     # The fit
 
     def attach(self, module: L.LightningModule, partition: Partition | None) -> None:
-        """Replaces methods of module and Trainer until :meth:`detach`. ``partition`` splits the data into clients.
+        """Replaces methods of module and Trainer until :meth:`detach`.
 
-        Raises an error for invalid Trainer settings, missing data, or a ``partition`` for data that are already split.
+        ``partition`` splits the data into clients. Invalid Trainer settings or data raise an error.
         """
         fit, trainer, self._partition = self.fit, self.fit.trainer, partition
         revert = fit.changes.callback
@@ -190,10 +190,10 @@ class RoundLoop:
         self.is_attached = True
 
     def prepare(self) -> None:
-        """Decides if a fit is federated, or equals training without a federation ("plain": a fit with one client).
+        """Decides whether the fit is federated or plain, and checks the Trainer.
 
-        A federated fit refuses Trainer settings invalid in rounds. A plain fit cannot resume as a federated fit or vice
-        versa, because only checkpoints of a plain fit contain optimizer states in Lightning's form.
+        A plain fit has one client, and trains as without a federation. A plain fit cannot resume as a federated fit or
+        vice versa.
         """
         fit, options, chain = self.fit, self.fit.options, self.fit.server.chain
         has_one = is_one_client(self._partition)
@@ -216,6 +216,7 @@ class RoundLoop:
         measures = fit.batch_norm.treatment == "recalibrate" or fit.batch_norm.has_own  # in the share of each process
         check_processes(fit.trainer, not fit.has_server or (fit.is_plain and not measures))
         check_trainer(fit.trainer, fit.is_plain, options.optimizer_state == "keep")
+        # Only checkpoints of a plain fit contain optimizer states in Lightning's form.
         if fit.trainer.ckpt_path is not None and then not in (None, fit.is_plain):
             raise MisconfigurationException(
                 f"In the checkpoint's fit, optimizers {'continue' if then else 'restart'} at the start of a client's "
@@ -225,7 +226,7 @@ class RoundLoop:
         self.is_ready = True
 
     def start_fit(self) -> None:
-        """Prepares the module, once per fit. Raises an error if ``visits="fused"`` (a faster loop) is not possible."""
+        """Prepares the module, once per fit."""
         fit = self.fit
         if self._is_started:
             return
@@ -338,7 +339,7 @@ class RoundLoop:
             forget_length(trainer)
 
     def _delay(self, callback: L.Callback) -> OverriddenMethod:
-        """Delays a checkpoint callback at the end of a round until the aggregation, to save the aggregated model."""
+        """Delays a checkpoint callback until the aggregation, to save the aggregated model."""
 
         def wait(*args: Any) -> None:
             round = self.open_round
@@ -389,7 +390,7 @@ class RoundLoop:
         return loader
 
     def _start_round(self, loader: RoundLoader, cohort: Cohort) -> None:
-        """Starts the round when Lightning's training loop requests the first batch from ``loader``."""
+        """Starts the round when the training loop requests the first batch."""
         fit, trainer = self.fit, self.fit.trainer
         if trainer.train_dataloader is not loader:
             return
@@ -476,10 +477,10 @@ class RoundLoop:
             self.cut_short()
 
     def correct_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Changes Lightning's batch counts in a checkpoint: a resumed fit then never starts inside a round.
+        """Changes the batch counts in a checkpoint, so that a resumed fit never starts inside a round.
 
-        A checkpoint saved within a round resumes at the round's first batch. A checkpoint saved after the round
-        resumes with the validation or the next round. A fit with one client, as without a federation, keeps the counts.
+        A checkpoint saved within a round resumes at the round's first batch. Only a plain fit (one client) keeps the
+        counts.
         """
         if self._correct is not None and not self.fit.is_plain:
             self._correct(checkpoint)
@@ -492,7 +493,7 @@ class RoundLoop:
             complete_epoch(checkpoint, is_counted=False)
 
     def cut_short(self) -> None:
-        """Discards the unfinished round if the fit ends early. A fit with one client (a plain fit) keeps the round."""
+        """Discards an unfinished round at the end of the fit. A plain fit (one client) keeps the round."""
         round = self.open_round
         if round is not None and self.fit.is_plain and round.loader.current is not None:
             round.driver.cut(round.loader.current)

@@ -1,11 +1,12 @@
-"""One round of a fit: start, training of the clients, aggregation and log.
+"""One round of a fit.
 
-1. ``Round(...)`` and :meth:`Round.open`: the server starts the round from the global model.
-2. The clients' training, one after another: :mod:`lightning_fed.rounds.visit_flow`.
-3. :meth:`Round.join`: merges the results of all processes, and waits for answers from remote clients.
-   :meth:`Round.close`: aggregates, loads the global model, measures BatchNorm, and logs. Then :meth:`Round.end`.
+1. :meth:`Round.open`: the server starts the round from the global model.
+2. The clients train (:mod:`lightning_fed.rounds.visit_flow`).
+3. :meth:`Round.join`: merges the results of all processes.
+4. :meth:`Round.close`: aggregates, loads the new global model and logs.
+5. :meth:`Round.end`: calls the callbacks.
 
-At any time :meth:`Round.abandon`, and then :meth:`Round.end`, end the round and restore the round's initial model.
+:meth:`Round.abandon` ends an unfinished round, and restores the model from the round's start.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Round:
         local: Loads clients' models into the module, one after another.
         state: The global model's shared entries at the round's start.
         optimizers: Optimizers and schedulers, reset before each client's training.
-        driver: Object that trains the clients in Lightning's loop (:class:`VisitDriver`).
+        driver: Trains the clients in Lightning's loop.
     """
 
     # 1. Open
@@ -137,9 +138,9 @@ class Round:
         if written:
             raise MisconfigurationException(
                 f"Expected frozen parameters and buffers to stay unchanged, but {type(self._server.rule).__name__} "
-                f"or a callback has written into {written[0]!r} ({len(written)} tensors in total). All updates in a "
-                "round share these tensors, named in `update.unsent`: assign a new tensor in `update.state` instead "
-                "of writing into the shared tensor."
+                f"or a callback has written into {written[0]!r} ({len(written)} tensors in total). All updates of "
+                "a round share these tensors, so in-place operations change every update: assign a new tensor instead, "
+                "as in `update.state[name] = tensor`."
             )
 
     # 2. Close
@@ -160,7 +161,7 @@ class Round:
             self.fit.synchronisation.join(self.state, self.optimizers, self.cohort, is_cut)
 
     def close(self) -> bool:
-        """Ends the round: aggregates updates, loads the new global model, logs. Returns ``True`` for a new model."""
+        """Aggregates the updates, loads the new global model and logs. Returns whether the aggregation succeeded."""
         report = self._server.report
         self.driver.detach()
         show_status(self._trainer, "averaging")
@@ -191,7 +192,7 @@ class Round:
         return state is not None
 
     def aggregate(self) -> State | None:
-        """Aggregates the updates, and lets callbacks change the result. Returns ``None`` without a valid aggregate."""
+        """Aggregates the updates, and lets callbacks change the result. Returns ``None`` if the aggregation fails."""
         state = self._server.finish_round()
         self._check_writes()
         if state is None:
@@ -252,9 +253,9 @@ class Round:
     # At any time
 
     def abandon(self) -> None:
-        """Ends the round without aggregation, and restores the global model from the start of the round.
+        """Ends the round without aggregation, and restores the global model from the round's start.
 
-        A fit equal to training without a federation (one client) keeps the trained model.
+        A plain fit (one client, as without a federation) keeps the weights trained so far.
         """
         if self._check is not None:
             self._check.stop()
@@ -266,7 +267,7 @@ class Round:
         self._commit(())
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
-        """Writes the global model from the round's start into a checkpoint saved during a client's training."""
+        """Replaces the model in a checkpoint by the global model from the round's start."""
         state = {**self.state, **self.local.server_entries}
         # `WeightAveraging` saves the average as the model, and the model under another name.
         model = checkpoint.get("current_model_state", checkpoint["state_dict"])

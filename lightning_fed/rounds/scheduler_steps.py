@@ -1,4 +1,4 @@
-"""Number of steps that a per-step learning-rate scheduler makes in a federated fit."""
+"""Counts the steps of a learning-rate scheduler in a federated fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _COUNTED_CLIENTS = 1000
 
 
 def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
-    """Counts a scheduler's steps in ``rounds`` rounds, with one step after every ``window`` batches of a client."""
+    """Returns the largest step number of a per-step scheduler in ``rounds`` rounds.
+
+    A round advances by the median number of steps over clients. ``window`` is ``accumulate_grad_batches``.
+    """
     sizes: dict[Client, int] = {}
     steps = furthest = 0
     for round in range(rounds):
@@ -33,7 +36,7 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
 
 
 def check_estimate(fit: FederatedFit) -> None:
-    """Warns if a per-step scheduler makes fewer steps than ``trainer.estimated_stepping_batches`` counts."""
+    """Warns if ``trainer.estimated_stepping_batches`` is wrong for a per-step scheduler."""
     trainer = fit.trainer
     is_manual = not fit.module.automatic_optimization
     if not any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):

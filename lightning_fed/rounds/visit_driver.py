@@ -1,4 +1,4 @@
-"""Trains a round's clients one by one in Lightning's training loop: batch hooks start and end a client's training."""
+"""Trains a round's clients one by one in Lightning's training loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class VisitDriver:
     Attributes:
         current: The client in training; ``None`` between clients, and while several clients train at once.
         group: The clients in training: one, or several if clients train at once.
-        open_visit: Creates the client's side of the training (:class:`ClientVisit`) from the plan for a client.
+        open_visit: Creates a :class:`ClientVisit`, which trains a client.
         may_end_early: Whether the round may end before the last batch.
     """
 
@@ -54,9 +54,8 @@ class VisitDriver:
     def attach(self, close_round: Callable[[], bool], batch_loop: Any) -> None:
         """Overrides the module's batch hooks until :meth:`detach`.
 
-        ``close_round`` closes the round, and returns ``True`` if the round has produced a new global model.
-        ``batch_loop`` trains the batches of a visit without Lightning's loop, faster and with equal results
-        (:class:`~lightning_fed.backends.fused.BatchLoop`).
+        ``close_round`` ends the round, and returns whether the aggregation succeeded. ``batch_loop`` is a faster
+        replacement of Lightning's loop (:class:`~lightning_fed.backends.fused.BatchLoop`), or ``None``.
         """
         module, self._close_round, self._batch_loop = self._module, close_round, batch_loop
         self._max_steps, self._has_one_client = self.fit.trainer.max_steps, self.fit.has_one_client
@@ -92,9 +91,9 @@ class VisitDriver:
         self._has_loss = False  # a pass over the data before the first batch is not counted
 
     def train_step(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Calls ``training_step(*args, **kwargs)``, the module's training step, on a client's batch.
+        """Calls the module's training step on a client's batch.
 
-        After an error the client is excluded, and the method returns ``None``, so that Lightning skips the batch.
+        After an error the client is excluded. The method then returns ``None``, so that Lightning skips the batch.
         """
         visit = self.current
         assert visit is not None
@@ -185,7 +184,7 @@ class VisitDriver:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Ends a batch, after all callbacks. The faster batch loop, if in use, then trains the round's next batches."""
+        """Ends a batch. If a faster loop is in use, the loop then trains the remaining batches."""
         self._end_batch(outputs, batch, batch_idx)
         if self._batch_loop is not None:
             self._batch_loop.train_rest(self._loader, self._end_batch)

@@ -1,12 +1,12 @@
-"""Client side and server side of one client's training in a round, as a generator.
+"""Training of one client in a round, as a generator.
 
 The generator :meth:`ClientVisit.run` yields these events, and receives a reply to each event:
 
-- :class:`Ask`: a request for the global model. :func:`ask_server` replies with the server's broadcast.
-- :class:`Step`: a training step. :mod:`lightning_fed.rounds.visit_driver` replies whether the step returned a loss.
-- :class:`Answer`: the client's update. :func:`answer_server` replies whether the update is valid.
+- :class:`Ask` requests the global model. The reply is the server's broadcast.
+- :class:`Step` requests a training step. The reply is whether the step returned a loss.
+- :class:`Answer` sends the client's update. The reply is whether the update is valid.
 
-A failed training ends with the generator's ``throw``, an abandoned training with ``close``.
+If the training fails, an error is thrown into the generator. If the round is abandoned, the generator is closed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _FIT_NUMBER = f"{OPTIMIZER}fit"  # index of the last fit, next to the optimizer 
 
 
 class Ask(NamedTuple):
-    """Yielded at the start of a client's training to request the global model. The reply is the server's broadcast."""
+    """Event to request the global model. The reply is the server's broadcast."""
 
     request: Request
 
 
 class Step(NamedTuple):
-    """Yielded in a client's training to request a training step. The reply is ``True`` if the step returned a loss."""
+    """Event to request a training step. The reply is whether the step returned a loss."""
 
 
 class Answer(NamedTuple):
-    """Yielded by a client's generator to send an update. The reply is ``True`` if the server accepts the update."""
+    """Event to send a client's update. The reply is whether the server accepts the update."""
 
     update: ClientUpdate
 
@@ -53,15 +53,15 @@ Flow: TypeAlias = Generator[Ask | Step | Answer, Any, None]
 
 
 class ClientVisit:
-    """Client side of one client's training in a round. Meanwhile the module contains the client's model.
+    """Trains one client in a round. During the training, the module contains the client's model.
 
     Attributes:
-        planned: The client, and the plan for the training.
+        planned: The client, and the number of batches.
         local: Loads the client's model.
         optimizers: The client's optimizers.
         memory: Tensors of callbacks and update steps, stored on the client if the server accepts the update.
-        main_batches: Number of batches for the received model; if ``None``, all. A callback may train a second model,
-            such as a personal model, on the remaining batches.
+        main_batches: Number of batches for the received model; if ``None``, all. A callback may use the remaining
+            batches to train a second model, such as a personal model.
         trains_second_model: Whether the module currently contains the second model.
         step: The current training step; ``None`` before the first and after the last batch.
     """
@@ -84,7 +84,7 @@ class ClientVisit:
         self._flow = self.run()
 
     def run(self) -> Flow:
-        """Trains one client, as a generator: yields a request to the server, training steps, and the update."""
+        """Trains one client, as a generator that yields :class:`Ask`, :class:`Step` and :class:`Answer`."""
         trainer, module, client = self._trainer, self._module, self.planned.visit.client
         try:
             # Request.
@@ -142,9 +142,9 @@ class ClientVisit:
                 callback.on_client_visit_end(trainer, module, client)
 
     def advance(self, has_loss: bool | None = None) -> None:
-        """Continues a client's training up to the next training step or the end. An error excludes the client.
+        """Continues the training until the next training step. An error excludes the client.
 
-        ``has_loss`` is ``True`` if the last training step returned a loss; ``None`` before the first batch.
+        ``has_loss``: whether the last training step returned a loss; ``None`` before the first batch.
         """
         fit, planned, self.step = self._fit, self.planned, None
         try:
@@ -223,9 +223,9 @@ class ClientVisit:
 
 
 def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None:
-    """Resumes a client's training, the generator ``flow``, until the next training step. Returns ``None`` at the end.
+    """Continues a client's generator until the next training step. Returns ``None`` at the end.
 
-    ``reply`` tells the generator if the last step returned a loss (counted there); ``None`` before the first step.
+    ``reply``: whether the last training step returned a loss; ``None`` before the first step.
     """
     try:
         event = flow.send(reply)
@@ -243,7 +243,7 @@ def server_callbacks(fit: FederatedFit) -> list[FederatedCallback]:
 
 
 def ask_server(fit: FederatedFit, request: Request) -> Broadcast:
-    """Returns the server's broadcast in answer to a client's request, and counts the bytes."""
+    """Returns the server's broadcast for a client's request."""
     server, trainer = fit.server, fit.trainer
     broadcast = server.prepare(request.client, request)
     for callback in server_callbacks(fit):
@@ -253,7 +253,7 @@ def ask_server(fit: FederatedFit, request: Request) -> Broadcast:
 
 
 def answer_server(fit: FederatedFit, update: ClientUpdate) -> bool:
-    """Gives a client's update to the server for aggregation. Returns ``False`` for an invalid update."""
+    """Passes a client's update to the server. Returns whether the server accepts the update."""
     server, trainer = fit.server, fit.trainer
     if not server.count(update):
         return False

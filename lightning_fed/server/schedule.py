@@ -1,6 +1,6 @@
-"""Chooses each round's clients (cohort, stragglers, dropouts) and seeds: a pure function from seed and round.
+"""Draws each round's clients, stragglers, dropouts and seeds.
 
-The schedule neither reads nor changes a global generator. Drawing a round takes O(cohort) time, not O(population).
+All draws depend only on seed and round, not on a global random generator.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Visit:
 
 
 def count_visit_batches(visit: Visit, batches_per_epoch: int) -> int:
-    """Number of training batches for a client in one round, with ``batches_per_epoch`` batches per pass."""
+    """Returns a client's number of training batches in one round."""
     if batches_per_epoch == 0:
         return 0
     if visit.steps is not None:
@@ -64,7 +64,7 @@ def count_visit_batches(visit: Visit, batches_per_epoch: int) -> int:
 
 @dataclass(frozen=True)
 class Cohort:
-    """Clients in a round: planned trainings (``visits``), and drawn clients that never report (``dropped``)."""
+    """Clients drawn for a round: planned trainings, and clients that never report (``dropped``)."""
 
     visits: tuple[Visit, ...]
     dropped: tuple[Client, ...] = ()
@@ -72,7 +72,7 @@ class Cohort:
 
 @dataclass(frozen=True)
 class SecretSampling:
-    """Secret sampling of a round's clients: only a secret key can reproduce the draws.
+    """Settings for drawing clients with a secret key, so that others cannot reproduce the draws.
 
     Args:
         key: The secret key, a 128-bit integer.
@@ -86,12 +86,12 @@ class SecretSampling:
 
 @dataclass(frozen=True)
 class Availability:
-    """``availability=``: simulates stragglers, and clients that never report.
+    """Simulates stragglers, and clients that never report.
 
     Args:
-        stragglers: Fraction of a cohort in [0, 1) with partial work.
+        stragglers: Fraction of a round's clients in [0, 1) with partial work.
         partial_work: ``"keep"`` aggregates the stragglers' partial work, ``"drop"`` excludes stragglers.
-        client_dropout: Probability in [0, 1) for a missing report, per chosen client.
+        client_dropout: Probability in [0, 1) that a drawn client never reports.
 
     Example:
         >>> from lightning_fed import Federation
@@ -109,14 +109,14 @@ class Availability:
 
 
 class Schedule:
-    r"""Draws each round's clients (cohort), stragglers (clients with less work), dropouts and seeds.
+    r"""Draws each round's clients, stragglers (clients with less work), dropouts and seeds.
 
-    Clients are drawn uniformly without replacement: :math:`m = \max(\lceil C K \rceil, 1)` from all :math:`K` clients
-    for a fraction :math:`C` (McMahan et al. 2017). With the straggler fraction :math:`\delta`, a cohort with :math:`m`
-    clients has :math:`m - \mathrm{round}(m (1 - \delta))` stragglers, each with a number of epochs drawn uniformly from
-    1 to ``local_epochs`` - 1 (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, and the
-    published code). With ``local_steps``, a straggler's number of steps is drawn; with one local epoch, a straggler's
-    number of batches. Each drawn client drops out (never reports) with probability ``client_dropout``.
+    Clients are drawn uniformly without replacement. A fraction :math:`C` of :math:`K` clients means
+    :math:`m = \max(\lceil C K \rceil, 1)` clients per round (McMahan et al. 2017). With the straggler fraction
+    :math:`\delta`, a round has :math:`m - \mathrm{round}(m (1 - \delta))` stragglers (Li et al., "Federated
+    Optimization in Heterogeneous Networks", MLSys 2020, and the published code). A straggler's number of epochs is
+    drawn uniformly from 1 to ``local_epochs`` - 1. With ``local_steps``, the number of steps is drawn; with one epoch,
+    the number of batches. Each drawn client drops out (never reports) with probability ``client_dropout``.
 
     Args:
         seed: Seed for the draws, not negative.
@@ -160,7 +160,7 @@ class Schedule:
         self.secret: SecretSampling | None = None
 
     def cohort_size(self, population: int) -> int:
-        """Number of clients drawn per round from ``population`` clients. Refuses a larger ``clients_per_round``."""
+        """Returns the number of clients drawn per round from ``population`` clients."""
         if population < 1:
             raise ValueError("Expected at least one client, but got none.")
         if isinstance(self.clients_per_round, float):
@@ -213,7 +213,7 @@ class Schedule:
         return Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
 
     def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
-        """Draws a second set of clients for FedDANE's gradients, as in :meth:`cohort`, and leaves out dropouts."""
+        """Draws a second set of clients, without dropouts, on which FedDANE computes gradients."""
         chosen = self._draw(_SECOND, round, clients)
         return [client for client in chosen if not self._drops_out(round, client)]
 
@@ -222,7 +222,7 @@ class Schedule:
         return derive_seed(self.seed, round, _START)
 
     def end_seed(self, round: int) -> int:
-        """Returns the seed for random draws after the clients' training in a round, in aggregation and validation."""
+        """Returns the seed for random draws in a round's aggregation and validation."""
         return derive_seed(self.seed, round, _END)
 
     def _draw(self, purpose: int, round: int, clients: Sequence[Client]) -> list[Client]:
@@ -246,7 +246,7 @@ class Schedule:
         return share > 0 and bool(self._generator(_DROPOUT, round, client_key(client)).random() < share)
 
     def visit_of(self, round: int, client: Client, is_straggler: bool = False) -> Visit:
-        """Plans a client's training in a round (a visit). A straggler gets less work, but the same seed."""
+        """Plans a client's training in a round. A straggler gets less work, but the same seed."""
         key = client_key(client)
         seed = derive_seed(self.seed, round, _VISIT, key)
         epochs, steps, portion = self.local_epochs, self.local_steps, None

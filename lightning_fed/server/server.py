@@ -1,4 +1,4 @@
-"""The server side of a round, independent of Lightning: checks and aggregates messages, and counts bytes."""
+"""Server side of a round: checks and aggregates updates, and counts bytes."""
 
 from __future__ import annotations
 
@@ -41,14 +41,13 @@ class RoundReport:
     Args:
         round: Index of the round, from 0.
         received: Number of local examples by client, for valid updates.
-        counted: Each client's weight in the average, in examples, changed by the update steps (valid updates only).
-        failed: Maps excluded clients to the reason.
+        counted: Each valid client's weight in the average, in examples, after update steps such as ``MaxSamples``.
+        failed: Maps each excluded client to the reason.
         metrics: Values from :attr:`ClientUpdate.metrics`, by client.
-        norms: Euclidean norm of (local - global) over the trained entries, by client, computed by the server. Clients
-            whose models have other shapes are omitted.
+        norms: Euclidean norm of local minus global model, over the trained tensors, by client.
         up_bytes: Bytes in received updates, valid or not.
         down_bytes: Bytes in broadcasts.
-        refused: The part of ``failed`` for clients with an invalid update.
+        refused: Like ``failed``, but only for clients that sent an invalid update.
     """
 
     round: int
@@ -74,14 +73,11 @@ class RoundReport:
 
 
 class HeldEntries:
-    """Records the untrained entries (state dict tensors) on each client, to avoid sending an entry twice.
+    """Records the untrained tensors already on each client, to avoid sending a tensor twice.
 
-    All clients have the initial values. After an untrained entry's change, the client has the new values once the
-    client has sent a valid update in the same or a later round. Until then, broadcasts to the client contain the entry.
-    ``values`` contains the untrained entries in the current or last round.
-
-    In checkpoints, ``since`` maps each entry's name to the round of the entry's last change. The lists ``clients`` and
-    ``rounds`` contain each client's name and last round with a valid update.
+    All clients have the initial values. A valid update shows that the client has received the round's values.
+    Only tensors that change after this round are sent again. ``values`` contains the untrained tensors in the current
+    or last round.
 
     Example:
         >>> import torch
@@ -132,6 +128,7 @@ class HeldEntries:
         now = {name: entries[name].to(value.device) for name, value in self.values.items() if name in entries}
         changed = now.keys() - identical_entries(self.values, now)
         since = {name: start for name, start in self._since.items() if name not in changed}
+        # `since`: round of a tensor's last change. `rounds`: last round with a valid update, for each of the `clients`.
         state = {"since": since, "clients": plain_keys(self._rounds), "rounds": list(self._rounds.values())}
         return {} if self._is_new else state
 
@@ -142,11 +139,11 @@ class HeldEntries:
 
 
 class ServerInterface(ABC):
-    """Interface of the server for a round: the server itself, or a connection from a client's machine.
+    """Interface of the server in a round: the server itself, or a connection from a client's machine.
 
-    For every client, the caller creates the broadcast (:meth:`prepare`), counts the bytes in both directions
-    (:meth:`sent`, :meth:`count`), and checks and adds the update (:meth:`accept`). Finally :meth:`finish_round`
-    aggregates. Callbacks may change messages between these calls.
+    For every client, the caller calls :meth:`prepare` and :meth:`sent` for the broadcast, and :meth:`count` and
+    :meth:`accept` for the update. Finally :meth:`finish_round` aggregates. Callbacks may change messages between these
+    calls.
 
     Args:
         chain: The aggregation rule with update steps. Only the server aggregates, not the copy on a client's machine.
@@ -155,8 +152,8 @@ class ServerInterface(ABC):
     Attributes:
         report: Report on the current or last round.
         state_before: The chain's state before the round.
-        errors: By client, the exception caused by the client's update in this process, without traceback.
-        held: By client, the untrained state dict entries already on the client, which are not sent again.
+        errors: Exceptions caused by updates in this process, by client.
+        held: Records the untrained tensors already on each client, which are not sent again.
     """
 
     def __init__(self, chain: Chain, min_clients: int = 1) -> None:
@@ -173,11 +170,11 @@ class ServerInterface(ABC):
 
     @abstractmethod
     def start_round(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from the global model's ``state``: entries sent to clients and aggregated."""
+        """Starts a round. ``state`` contains the global model's tensors shared with the clients."""
 
     @abstractmethod
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Returns the broadcast for a client; the caller may change the broadcast before :meth:`sent`."""
+        """Returns the broadcast for a client. Callbacks may change the broadcast before :meth:`sent`."""
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
         """Counts the bytes of a broadcast to a client, after all callbacks have changed the broadcast."""
@@ -185,18 +182,22 @@ class ServerInterface(ABC):
 
     @abstractmethod
     def count(self, update: ClientUpdate) -> bool:
-        """Counts the bytes of a received update. Returns ``False`` and excludes a client that received no broadcast."""
+        """Counts an update's bytes. Returns ``False`` if the client received no broadcast."""
 
     @abstractmethod
     def accept(self, update: ClientUpdate) -> bool:
-        """Decides, after :meth:`count`, if an update is aggregated. If not, excludes the client; returns ``False``."""
+        """Checks an update, and adds a valid update to the aggregation. Returns whether the update is valid."""
 
     @abstractmethod
     def finish_round(self) -> State | None:
-        """Aggregates the round's updates. Returns the new shared entries, or ``None`` without a valid aggregate."""
+        """Aggregates the updates. Returns the new global tensors, or ``None`` to keep the old model."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
-        """Resets aggregation rule and update steps for a new round, and again before merging all processes' updates."""
+        """Resets the aggregation rule and the update steps.
+
+        Called at the start of a round. With several processes, called again before the updates of all processes are
+        merged.
+        """
 
     def end_visits(self) -> None:  # noqa: B027 - optional
         """Marks clients without a received update as failed."""
@@ -226,10 +227,9 @@ class _Expected(NamedTuple):
 class Server(ServerInterface):
     """Prepares broadcasts, counts bytes, checks updates and aggregates.
 
-    The server excludes a client if the update does not match the broadcast (missing or unexpected entries, other shapes
-    or dtypes, NaN or infinite values, negative variances), is implausibly far from the model, or causes an exception in
-    the rule. The round continues. With fewer than ``min_clients`` valid updates, or an implausible aggregate, the
-    global model does not change.
+    The server excludes a client if the update does not match the broadcast, has invalid values, is implausibly far from
+    the model, or causes an exception in the rule. The round continues. With fewer than ``min_clients`` valid updates,
+    or an implausible aggregate, the global model does not change.
 
     Example:
         >>> import torch
@@ -266,9 +266,9 @@ class Server(ServerInterface):
         self.chain.start(replace(self._info, refused=self.report.refused), self._state)
 
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Returns the broadcast for a client. Stores names, shapes and dtypes, to check the client's update later.
+        """Returns the broadcast for a client.
 
-        Refuses requests for rows outside the model, and any requested rows if the rule only supports whole tensors.
+        Raises an error for requested rows outside the model, or if the rule only supports whole tensors.
         """
         request = Request(client) if request is None else request
         self.report.up_bytes += message_bytes(request)
@@ -276,6 +276,7 @@ class Server(ServerInterface):
         if request.rows:
             self._slice(broadcast, request)
         form = dict(self.chain.form(broadcast))
+        # To check the client's update later.
         self._expected[client] = _Expected(form, dict(broadcast.state), dict(broadcast.rows))
         return broadcast
 
@@ -287,9 +288,10 @@ class Server(ServerInterface):
         super().sent(client, broadcast)
 
     def count(self, update: ClientUpdate) -> bool:
-        """Counts an update's bytes. Takes row indices from the broadcast, so a client cannot change rows not sent."""
+        """Counts an update's bytes. Returns ``False`` if the update was not requested."""
         self.report.up_bytes += message_bytes(update)
         expected = self._expected.get(update.client)
+        # From the broadcast, so a client cannot change rows that were not sent.
         update.rows = {} if expected is None else expected.rows
         return expected is not None or self.fail(update.client, "the client sent an update that was not requested")
 
@@ -321,10 +323,10 @@ class Server(ServerInterface):
             self.fail(client, "the client never answered")
 
     def finish_round(self) -> State | None:
-        """Aggregates the updates of a round. Returns the new shared tensors of the global model.
+        """Aggregates the updates of a round. Returns the new global tensors.
 
         Returns ``None`` with too few valid updates or an implausible aggregate. If the rule computes no new model in
-        this round (FedMA), returns the unchanged state passed to :meth:`start_round`.
+        this round, as FedMA in some rounds, returns the unchanged global model.
         """
         self.end_visits()
         state = self._aggregate()

@@ -1,4 +1,4 @@
-"""Chain of update steps (such as clipping or masking of client updates) around an aggregation rule."""
+"""Chain of update steps, such as clipping or masking, around an aggregation rule."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 
 
 class Chain:
-    """Applies update steps and an aggregation rule to convert the clients' updates to the new global model.
+    """Computes the new global model from the clients' updates, by update steps and an aggregation rule.
 
-    The rule adds each received update to a running result, with memory for one model, unless a step stores all updates.
+    Each received update is added to a running result, unless a step needs all updates at once.
 
     Args:
         rule: Aggregation rule.
@@ -89,13 +89,13 @@ class Chain:
 
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
-        """Data visible to the server: each client's ``"update"``, the updates' ``"sum"``, or the new ``"model"``."""
+        """Data visible to the server: single updates (``"update"``), their ``"sum"``, or only the new ``"model"``."""
         kinds = {step.reveals for step in self.steps}
         return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
 
     @property
     def is_coded(self) -> bool:
-        """True if a step encodes updates, so that a sent update has other names, shapes or dtypes than a model."""
+        """True if a step encodes updates, so that messages have other names, shapes or dtypes than a model."""
         return self._num_whole < len(self.steps)
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -117,7 +117,7 @@ class Chain:
     # Client
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Applies all update steps to a trained update. Steps may change ``memory``, the client's stored tensors."""
+        """Applies all update steps to a client's update. ``memory`` is the client's stored state, changed in place."""
         for index, (name, step) in enumerate(self._named_steps().items()):
             prefix = f"step:{name}:"
             step_memory = {key.removeprefix(prefix): memory.pop(key) for key in list(memory) if key.startswith(prefix)}
@@ -142,10 +142,10 @@ class Chain:
         sent: State,
         inspect: Callable[[ClientUpdate, State], None] | None = None,
     ) -> None:
-        """Decodes a client's update and passes the result to the aggregation rule.
+        """Decodes a client's update, and passes the result to the aggregation rule.
 
-        A step with storage for all updates of a round keeps the update until :meth:`aggregate`. ``inspect`` is called
-        with the decoded update and the broadcast (``sent``). Raises ``BadUpdate`` for an invalid update.
+        If a step needs all updates of a round, the update is stored until :meth:`aggregate`. ``inspect`` is called with
+        the decoded update and the broadcast tensors. Raises ``BadUpdate`` for an invalid update.
         """
         self._pass(update, sent, len(self.steps), inspect)
 
@@ -160,7 +160,7 @@ class Chain:
         return next((held for held in reversed(self.held) if held is not None), self.rule)
 
     def aggregate(self) -> State | None:
-        """Passes all collected updates to the aggregation rule, and returns the new shared entries.
+        """Passes all stored updates to the aggregation rule, and returns the new global tensors.
 
         Raises ``BadUpdates`` for invalid updates. The caller may call again after these clients are excluded.
         """
@@ -189,14 +189,14 @@ class Chain:
         }
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Metrics of the last round. Steps get ``norms`` (of each update) only if the server sees single updates."""
+        """Returns values to log for the last round. ``norms`` contains the norm of each client's update."""
         metrics = self.rule.metrics()
         for step in self.steps:
             metrics |= step.metrics(norms if self.reveals == "update" else {})
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """State for checkpoints: the aggregation rule's state, and each update step's state by name."""
+        """Returns the state of the aggregation rule and of the update steps, for checkpoints."""
         steps = {name: step.state_dict() for name, step in self._named_steps().items()}
         return {"rule": self.rule.state_dict(), "steps": steps}
 
@@ -239,14 +239,14 @@ class Chain:
 
 
 def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
-    """Returns a client's weight in the average, given the number of examples, after all steps that change weights."""
+    """Returns a client's weight in the average after all update steps, given the number of examples."""
     for step in reversed(steps):
         num_samples = step.weight(num_samples) if isinstance(step, WeightStep) else num_samples
     return num_samples
 
 
 def describe_options(step: object) -> str:
-    """Describes an update step, aggregation rule or callback: class name and constructor arguments."""
+    """Describes an object in the log by class name and constructor arguments."""
     attributes = vars(step)
     arguments = dict.fromkeys(name for kind in type(step).__mro__ for name in inspect.signature(kind).parameters)
     values = {name: attributes[name] for name in arguments if name in attributes}

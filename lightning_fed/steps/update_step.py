@@ -19,7 +19,7 @@ Arrived: TypeAlias = tuple[ClientUpdate, State]
 
 
 class Held(ABC):
-    """Updates stored until the round is complete. Objects from several processes can be merged."""
+    """Stores a round's updates until the round is complete. Objects from several processes can be merged."""
 
     def __init__(self, step: Any) -> None:
         self._step = step
@@ -38,7 +38,7 @@ class Held(ABC):
 
     @abstractmethod
     def release(self) -> Sequence[Arrived]:
-        """Called after the last update: returns the updates to aggregate, either all updates or one combined update."""
+        """Returns the updates to aggregate, after the last update has arrived."""
 
 
 class StepCapabilities:
@@ -46,25 +46,24 @@ class StepCapabilities:
 
     Attributes:
         reveals: Data visible to the server with this step: single updates (``"update"``), only the sum of updates
-            (``"sum"``), or only the new global model (``"model"``). The log omits values from invisible data, such as
-            single updates' norms.
+            (``"sum"``), or only the new global model (``"model"``). The log omits values from invisible data.
         refuses: Names of attributes in :class:`~lightning_fed.rule.RuleCapabilities`, such as ``"has_clusters"``. The
-            step cannot be combined with an aggregation rule if one of these attributes is true.
+            step does not support aggregation rules with one of these attributes.
     """
 
     reveals: Literal["update", "sum", "model"] = "update"
     refuses: tuple[str, ...] = ()
 
     def callbacks(self) -> Sequence[Any]:
-        """Lightning callbacks required by the step in the Trainer, for example to check the Trainer before a fit."""
+        """Returns Lightning callbacks required by the step in the Trainer."""
         return ()
 
     def form(self, state: State) -> State:
-        """Returns tensors with names, shapes and dtypes of an update after this step; ``state``: before this step."""
+        """Returns an example of the step's output for an update ``state``. Only names, shapes and dtypes matter."""
         return state
 
     def hold(self) -> Held | None:
-        """Returns an object to collect the updates of a round; ``None`` if the step handles updates one by one."""
+        """Returns an object to collect a round's updates; ``None`` if the step needs no other updates."""
         return None
 
 
@@ -84,14 +83,14 @@ class UpdateStep(StepCapabilities):
         """Raises ``ValueError`` if this step does not support the aggregation rule or another step in ``steps``."""
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round, on the server and on each client."""
+        """Called before the training of a round, on the server and on each client, with the global model."""
         self.info, self.state = info, state
 
     def on_send(self, client: Client, broadcast: Broadcast) -> None:
-        """Server side, after the callbacks' ``on_server_send``: may add extra tensors to a broadcast for a client.
+        """Server side: may add extra tensors to the broadcast for a client.
 
-        The first step in ``steps`` runs first. To omit tensors from the message because the client already has equal
-        tensors, the step adds the names to ``broadcast.unsent``.
+        The callbacks' ``on_server_send`` and earlier steps in ``steps`` run first. To omit a tensor already on the
+        client, the step adds the name to ``broadcast.unsent``.
         """
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
@@ -116,18 +115,18 @@ class UpdateStep(StepCapabilities):
         return update
 
     def on_aggregate(self, new: State, start: State) -> State:
-        """Server side, after the aggregation: returns a changed global model. The first step in ``steps`` runs first.
+        """Server side, after the aggregation: returns a changed global model.
 
         ``start`` is the global model before the round. The method may change ``new``, the rule's result, in place.
         """
         return new
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Returns values to log after a round with a new model. ``norms``: the norm of each client's update."""
+        """Returns values to log after a round. ``norms`` contains the norm of each client's update."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The step's state between rounds, for checkpoints: tensors and primitives."""
+        """Returns the step's state between rounds, for checkpoints."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Steps between local training and aggregation for changing the clients' weights in the average."""
+"""Update steps for changing the clients' weights in the average."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning_fed.steps.update_step import UpdateStep
 
 
 class WeightStep(UpdateStep, ABC):
-    """Base class for update steps that change a client's number of examples (the client's weight in an average)."""
+    """Base class of steps to change a client's weight in the average."""
 
     @abstractmethod
     def weight(self, num_samples: int) -> int:
-        """Returns a client's weight: an integer, at least 1, not smaller for more examples (``num_samples``)."""
+        """Returns a client's weight, a positive integer. More examples must not give a smaller weight."""
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         update.num_samples = self.weight(update.num_samples)
@@ -29,7 +29,7 @@ class UniformWeights(WeightStep):
 
 
 class MaxSamples(WeightStep):
-    """Limits each client's number of examples, the client's weight in the aggregation.
+    """Limits each client's weight in the average.
 
     Args:
         most: Maximum number of examples, a positive integer.

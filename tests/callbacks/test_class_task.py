@@ -656,7 +656,7 @@ def test_a_stream_loses_no_batch(plain_trainer):
     trainer = plain_trainer(max_epochs=1, callbacks=[ClassPrototypes()])
     batches = iter([(numbers(4), labels(4))] * 3)
     with pytest.raises(
-        MisconfigurationException, match=r"returns each batch only once.*: give `ClassPrototypes` a `layer`"
+        MisconfigurationException, match=r"the loader is an iterator.*: give `ClassPrototypes` a `layer`"
     ):
         trainer.fit(Base(compiled, net=models.mlp()), batches)
     assert len(list(batches)) == 2  # Lightning reads one ahead

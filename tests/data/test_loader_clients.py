@@ -135,7 +135,7 @@ def test_a_stream_counts_as_the_examples_of_a_visit():
     population = LoaderClients({"a": DataLoader(Stream(), 2), "b": DataLoader(Stream(), batch_size=None)})
     population.local_steps = 7
     assert population.num_samples("a") == 14
-    with pytest.raises(ValueError, match=r"'b' to have .* or set `local_steps` \(and an attribute `batch_size`"):
+    with pytest.raises(ValueError, match=r"'b' to have .* Or set `local_steps` and the loader's `batch_size`"):
         population.num_samples("b")
 
 

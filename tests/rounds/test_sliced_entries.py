@@ -335,7 +335,7 @@ def test_an_embedding_with_a_padding_word(federated_trainer):
     """Among the rows the padding index would be another word."""
     module = reader()
     module.net.words = nn.Embedding(WORDS, WIDTH, padding_idx=0)
-    with pytest.raises(MisconfigurationException, match="padding_idx=0 would mean another word"):
+    with pytest.raises(MisconfigurationException, match="padding_idx=0 would be a different row"):
         federated_trainer(callbacks=[OwnWords(texts())], max_rounds=1).fit(module, texts())
 
 

@@ -1,4 +1,4 @@
-"""Plausibility checks for a client's evaluation results, by comparison with example counts and other clients."""
+"""Plausibility checks for a client's evaluation results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BY_EXAMPLE = ("sum",)  # reductions whose result grows with the number of examp
 
 
 def check_numbers(report: EvaluationReport, announced: int | None) -> None:
-    """Raises `BadUpdate` if a report contains a negative count, or too many batches for the number of examples.
+    """Raises `BadUpdate` if a report contains implausible counts of examples or batches.
 
     The number of examples may at most double or halve since the client's first report (``announced``).
     """
@@ -70,8 +70,8 @@ def find_outliers(
     - Value: the distance to m exceeds 100 max(d, abs(m), 1).
     - Loss: negative for this client only, and less than m - max(10 d, abs(m), 1).
     - Counts in a metric state, per example: more than 10 max(m, 1).
-    - Number of examples: more than 1,000 m; or more than 10 m and 10 times the client's number in training (also for
-      fewer than three clients).
+    - Number of examples: more than 1,000 m.
+    - Number of examples: more than 10 m, and more than 10 times the number in training.
     """
     outliers: dict[Client, str] = {}
     _compare_examples(outliers, {client: report.num_samples for client, report in reports.items()}, trained)
@@ -100,7 +100,7 @@ def find_outliers(
 def find_disagreements(
     reports: Mapping[Client, EvaluationReport], computed: Mapping[Client, Mapping[str, float]]
 ) -> dict[Client, str]:
-    """Finds clients with a reported value that contradicts the client's sums or metric states. Returns reasons."""
+    """Finds clients with values that contradict their sums or metric states. Returns the reason by client."""
     faults: dict[Client, str] = {}
     holders = Counter(name for report in reports.values() for name in report.values)
     flags = Counter(name for report in reports.values() for name in report.partial)

@@ -57,22 +57,24 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     """Evaluates the model on the validation and test data of each client.
 
     Each client runs the module's ``validation_step`` (in ``trainer.test`` the ``test_step``) with all hooks, and sends
-    sums, weights and metric states. Values over all clients therefore equal the values from one process on the pooled
-    data, up to rounding. ``FederatedTrainer`` adds this callback by default; on a plain Trainer add the callback to
-    ``callbacks``. The module's epoch hooks run once per client. If an epoch-end hook logs values, the server runs the
-    hook again with the merged metric states. Values that depend on earlier epochs (such as a best score so far) are not
-    reported. To find such values, the client changes the numbers stored in the module, and runs the hook again.
+    sums, weights and metric states. Values over all clients equal the values from one process on the pooled data, up to
+    rounding. ``FederatedTrainer`` adds this callback by default; for a plain Trainer add the callback to ``callbacks``.
+
+    The module's epoch hooks run once per client. If an epoch-end hook logs values, the server runs the hook again with
+    the merged metric states. Values that depend on earlier epochs, such as a best score so far, are not reported.
 
     ============================== ==================================================================================
     ``<name>``                     over all clients, global model: logged by this callback if the server has no data,
                                    otherwise by Lightning's own validation
     ``fed/<name>/pooled``          over all clients, each with the client's own model if any
-    ``fed/<name>/mean``            mean over clients; ``std``, ``min`` and ``worst10``, the mean over the worst tenth
+    ``fed/<name>/mean``            mean over clients; also ``fed/<name>/std`` and ``fed/<name>/min``
+    ``fed/<name>/worst10``         mean over the worst tenth of the clients
     ``fed/<name>/mean_se``         standard error of ``mean`` from sampling examples, if every client's value is a mean
                                    over examples: logged with batch size 1, or a ``torchmetrics`` accuracy
     ``client/<id>/<name>``         for each client; not logged if more than 20 clients report the value
-    ``evaluation/clients``         number of evaluated clients; ``failed``, ``num_samples``, ``up_bytes``,
-                                   ``down_bytes``
+    ``evaluation/clients``         number of evaluated clients; also ``evaluation/failed``
+    ``evaluation/num_samples``     number of evaluated examples
+    ``evaluation/up_bytes``        bytes from the clients; also ``evaluation/down_bytes``, bytes to the clients
     ============================== ==================================================================================
 
     Args:
@@ -196,7 +198,7 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     def evaluate(
         self, trainer: L.Trainer, module: L.LightningModule, stage: Stage = "validation", own: bool = False
     ) -> dict[Client, EvaluationReport]:
-        """Evaluates the global model (with ``own``, each client's model) on the clients. Returns the valid reports."""
+        """Evaluates the global model on the clients, or with ``own`` each client's model. Returns the valid reports."""
         federation = find_federation(trainer)
         question = {"stage": stage, "limit": limit_of(trainer, stage)}
         self._kept_loaders = {} if federation.is_remote else self._of_clients(trainer, stage)
@@ -223,7 +225,7 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
         return reports
 
     def table(self) -> str:
-        """Formats the last evaluation in Markdown: a row per client, a row for all clients, and examples per class."""
+        """Formats the last evaluation in Markdown, with a row per client and a row for all clients."""
         return client_table(self.results, self.pooled).markdown() if self.results is not None else ""
 
     def _of_clients(self, trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any]]:
@@ -462,7 +464,7 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
 
 
 class ClientsBatch:
-    """Dataloader for a server without data: one empty batch that represents the clients' validation or test data."""
+    """Dataloader for a server without data: one empty batch in place of the clients' evaluation data."""
 
     def __len__(self) -> int:
         return 1
@@ -472,7 +474,7 @@ class ClientsBatch:
 
 
 def loaders_of(trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any]]:
-    """Returns the validation or test dataloaders by client, for the clients whose data are in this process."""
+    """Returns the validation or test dataloaders by client, for clients with data in this process."""
     datamodule = datamodule_of(trainer)
     if not isinstance(datamodule, EvaluationData):
         return {}
@@ -480,13 +482,13 @@ def loaders_of(trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any
 
 
 def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
-    """True if this process has clients' validation or test data. Does not build dataloaders."""
+    """True if this process has validation or test data of clients."""
     datamodule = datamodule_of(trainer)
     return isinstance(datamodule, EvaluationData) and datamodule.has_clients(stage)
 
 
 def check_clients_data(trainer: L.Trainer, name: str) -> None:
-    """Raises an error for the callback ``name`` if no client has validation data in the server's process."""
+    """Raises an error if no client has validation data in the server's process. ``name`` is the callback's name."""
     federation = find_federation(trainer)
     if federation.has_server and not federation.is_remote and not has_clients(trainer, "validation"):
         raise MisconfigurationException(f"`{name}` {NO_CLIENTS}")

@@ -76,11 +76,11 @@ def evaluate_data(
     pool: ProcessGroup | None = None,
     keeps: bool = False,
 ) -> EvaluationReport:
-    """Runs the module's step and hooks over data like Lightning's evaluation, without callbacks and loggers.
+    """Runs the module's evaluation step and hooks over one client's data, without callbacks and loggers.
 
-    Afterwards metrics, training modes and logs are restored. Parameters and buffers are restored only with ``keeps``.
-    ``pool`` is the group of processes, if several processes share the data. ``limit`` is the number or fraction of
-    batches per dataloader, by default the Trainer's.
+    Afterwards metrics, training modes and logs are restored. With ``keeps``, parameters and buffers are restored as
+    well. ``limit`` is the number or fraction of batches per dataloader, by default the Trainer's limit. ``pool`` is the
+    group of processes, if several processes share the data.
     """
     limit = limit_of(trainer, stage) if limit is None else limit
     # Processes with shared data synchronise metrics, because a process may have no batches.
@@ -107,7 +107,7 @@ def evaluate_data(
         getattr(module, f"on_{stage}_{hook}")(*args)
 
     def record_states(place: int | None) -> None:
-        """Copies metric states into the client's report. ``place``: finished dataloader's index; ``None``: all data."""
+        """Copies metric states into ``report``. ``place`` is the finished dataloader, or ``None`` for all data."""
         names = {id(metric): name for name, metric in metrics.items()}
         by_log = {name: names[id(metric)] for name, metric in logged.metrics.items() if id(metric) in names}
         report.metrics |= {name: state_key(metric, place) for name, metric in by_log.items()}
@@ -186,7 +186,7 @@ def evaluate_data(
 
 
 def _variances(module: L.LightningModule, report: EvaluationReport) -> dict[str, float]:
-    """Sampling variance, by name, for a client's logged means over examples, such as an accuracy."""
+    """Estimates the sampling variance of each logged mean over examples (such as an accuracy), by name."""
     count, metrics = report.num_samples, named_metrics(module)
     if count < 2:
         return {}
@@ -212,7 +212,11 @@ def _values_with_history(
     keeps: bool,
     metrics: Sequence[Metric],
 ) -> set[str]:
-    """Finds logged values that depend on earlier epochs: reruns the epoch-end hook with other stored numbers."""
+    """Returns the names of logged values that depend on earlier epochs.
+
+    The epoch-end hook runs again, with other numbers in the module's attributes, and NaN for ``metrics``. A logged
+    value that changes depends on the earlier number or metric state.
+    """
     names = _written_numbers(module)
     if not metrics and not names:
         return set()
@@ -278,7 +282,11 @@ def pooled_values(
     is_muted: bool = True,
     faults: dict[str, str] | None = None,
 ) -> dict[str, float]:
-    """Computes the logged values for all clients' data together, from the sums and metric states in ``reports``."""
+    """Computes the values that the module would log for all clients' data together.
+
+    ``keeps`` restores parameters and buffers afterwards. ``is_muted`` disables loggers. ``faults`` receives a
+    description of each error in a metric or hook.
+    """
     joined: dict[str, LoggedValue] = {}
     for name in {name: None for report in reports for name in report.logged}:
         logged = limited_values([report for report in reports if name in report.logged], name)
@@ -317,12 +325,11 @@ def _run_end(
     faults: dict[str, str] | None = None,
     attributes: dict[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Computes the logged metrics from states merged over ``reports``, and runs the module's epoch-end hook if needed.
+    """Computes logged values from the metric states of all reports, with the module's epoch-end hook if necessary.
 
-    Returns values by logged name. The hook runs if a value in ``wanted`` cannot be computed from the states, or if
-    loggers are enabled (not ``is_muted``). ``change`` replaces ``metric.compute``. ``attributes`` are set on the module
-    before, and updated to the values after the hook. With ``keeps``, parameters and buffers are restored. If the hook
-    raises an error, ``faults`` receives a description, and the values logged before the error are used.
+    The hook runs if a value in ``wanted`` cannot be computed from the states, or if loggers are enabled.
+    ``change`` replaces ``metric.compute``. ``attributes`` are set on the module before the hook, and afterwards
+    contain the new values. ``faults`` receives a description of each error. See :func:`pooled_values` for the rest.
     """
     if is_muted and not wanted:
         return {}
@@ -371,7 +378,7 @@ def _run_end(
 def compute_states(
     module: L.LightningModule, reports: Mapping[Client, EvaluationReport]
 ) -> dict[Client, dict[str, float]]:
-    """Computes metric values from each client's metric states, by client and by the key from :func:`state_key`."""
+    """Computes each client's metric values from the client's metric states. Inner keys are from :func:`state_key`."""
     values: dict[Client, dict[str, float]] = {}
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module))
@@ -390,7 +397,10 @@ def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
 
 
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
-    """Each report's value logged as ``name``. Limits a mean's weight per example to 100 times the clients' median."""
+    """Returns each client's value logged as ``name``, with a limited weight in the mean over clients.
+
+    The limit for the weight per example is 100 times the clients' median.
+    """
     logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
     heaviest = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
     return [value.limited(heaviest * count) for value, count in logged]
@@ -411,12 +421,12 @@ def _count(batch: Any) -> int:
 
 
 def limit_of(trainer: L.Trainer, stage: Stage) -> int | float:
-    """Returns the Trainer's limit on batches in validation or test: a number (int) or a fraction (float)."""
+    """Returns the Trainer's limit on batches in validation or test, as a number (int) or a fraction (float)."""
     return trainer.limit_val_batches if stage == "validation" else trainer.limit_test_batches
 
 
 def limited_batches(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
-    """Limits a dataloader's batches like Lightning: to a number (int) or to a fraction (float) of all batches."""
+    """Limits a dataloader to a number (int) or a fraction (float) of the batches, like Lightning."""
     if isinstance(limit, float):
         return loader if limit == 1.0 else itertools.islice(loader, int(limit * len(loader)))  # type: ignore[arg-type]
     return itertools.islice(loader, limit)

@@ -14,13 +14,12 @@ from lightning_fed.messages import Client, ClientUpdate
 
 
 class LocalEvaluation(FederatedCallback):
-    """Evaluates each client after local training, on the client's validation data.
+    """Evaluates each client's model on the client's validation data, directly after local training.
 
-    :class:`~lightning_fed.callbacks.ClientEvaluation` evaluates the global model, after the round. Papers also report
-    the accuracy of locally trained models, which is much higher if clients have different classes. Every
-    ``every_n_rounds`` rounds, the callback logs ``clients/local/<metric>``, the mean over the round's clients, for
-    values from ``validation_step``. The validation data must be a mapping by client. If clients are remote, add the
-    callback on the server and on the clients.
+    :class:`~lightning_fed.callbacks.ClientEvaluation` evaluates the global model instead. Locally trained models score
+    much higher if clients have different classes. The callback logs ``clients/local/<metric>`` for each value that
+    ``validation_step`` logs: the mean over the round's clients, every ``every_n_rounds`` rounds. The validation data
+    must be a mapping by client. If clients are remote, add the callback on the server and on the clients.
 
     Raises:
         ValueError: If ``every_n_rounds`` is below 1.

@@ -1,4 +1,4 @@
-"""Copies, merges (over clients) and loads the states of torchmetrics metrics, using private torchmetrics names."""
+"""Copies, merges and loads the states of torchmetrics metrics."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _DENOMINATORS: tuple[tuple[tuple[type[Metric], ...], tuple[str, str]], ...] = (
 
 @dataclass
 class MetricState:
-    """State of one metric: tensors by name (lists are concatenated), and the number of batches so far."""
+    """State of one metric: tensors by name, and the number of processed batches."""
 
     values: State = field(default_factory=dict)
     updates: int = 0
@@ -81,13 +81,16 @@ class MetricState:
 
 @dataclass(frozen=True)
 class StateRules:
-    """Patterns for metric paths: a client sends list states only for metrics in ``lists``, and none in ``withheld``."""
+    """Rules for the metric states that a client sends to the server.
+
+    ``lists`` has patterns for metrics whose list states are sent, and ``withheld`` for metrics without any sent state.
+    """
 
     lists: Sequence[str] = ()
     withheld: Sequence[str] = ()
 
     def find_obstacle(self, name: str, metric: Metric) -> str | None:
-        """Returns the reason why a metric's state (accumulated values) is not sent to the server; ``None`` if sent."""
+        """Returns the reason why a metric's state is not sent to the server, or ``None`` for a sent state."""
         if _matches(name, self.withheld):
             return REASONS[0]
         if holds_lists(metric) and not _matches(name, self.lists):
@@ -104,10 +107,10 @@ def holds_lists(metric: Metric) -> bool:
 
 
 def is_mergeable(metric: Metric) -> bool:
-    """True if a metric's states from two parts of the data can be merged into the state for both parts.
+    """True if a metric's states from several clients can be merged.
 
-    Each state's ``dist_reduce_fx`` must be a sum, minimum, maximum or concatenation. Classes in torchmetrics may have
-    other tensor states (``PearsonCorrCoef`` merges in ``compute``). False for ``Running``: batch order matters.
+    Each state must be reduced by sum, minimum, maximum or concatenation. Metrics from torchmetrics may also have
+    tensor states without reduction (``PearsonCorrCoef`` merges these in ``compute``).
     """
     is_known = type(metric).__module__.partition(".")[0] == "torchmetrics"
     for name, reduction in _reductions(metric).items():
@@ -116,12 +119,12 @@ def is_mergeable(metric: Metric) -> bool:
                 return False
         elif reduction not in _MERGING and not is_known:
             return False
-    return not isinstance(metric, Running)
+    return not isinstance(metric, Running)  # depends on the order of batches
 
 
 @contextmanager
 def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Context that replaces ``metric.compute()`` by ``change(metric, compute)``, for each given metric."""
+    """Context that calls ``change(metric, compute)`` instead of ``metric.compute()``."""
     before = [(metric, metric.compute) for metric in metrics]
     for metric, compute in before:
         vars(metric)["compute"] = partial(change, metric, compute)
@@ -133,12 +136,12 @@ def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], 
 
 
 def holds_states(metric: Metric) -> bool:
-    """True if a metric accumulates values in states; false for a composed metric such as ``a + b``."""
+    """True if a metric accumulates values. A composed metric such as ``a + b`` does not."""
     return bool(metric._defaults)  # noqa: SLF001
 
 
 def is_updated(metric: Metric) -> bool:
-    """True if a metric has processed a batch. Always true for wrapper metrics, which do not record batches."""
+    """True if a metric has processed a batch. Always true for wrapper metrics."""
     return not holds_states(metric) or isinstance(metric, WrapperMetric) or metric.update_called
 
 
@@ -155,13 +158,9 @@ def counting_metrics(metrics: Iterable[Metric]) -> list[Metric]:
 def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
     """Computes a metric, with NaN for undefined numbers.
 
-    A number is undefined before the first batch, or as a result of 0 / 0, for example the recall of a class without
-    examples, the specificity without negatives, the area under a curve without positives or negatives, or a retrieval
-    metric without relevant documents. torchmetrics returns 0 or 1 in these cases. An average over an undefined class is
-    undefined.
-
-    The macro average in ``MulticlassAccuracy`` is an exception: torchmetrics averages over the classes with labels or
-    predictions.
+    A number is undefined before the first batch, or as a result of 0 / 0, such as the recall of a class without
+    examples. torchmetrics returns 0 or 1 in these cases. An average over an undefined class is also undefined, except
+    the macro average in ``MulticlassAccuracy``, which skips classes without labels and predictions.
     """
     if not is_updated(metric):
         return torch.tensor(math.nan)
@@ -191,15 +190,15 @@ def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 class RunningValue(Tensor):
-    """Tensor subclass to mark a metric's value over only some batches, and all tensors computed from this value."""
+    """Marks a metric's value for only some of the batches, and tensors computed from this value."""
 
 
 @contextmanager
 def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
-    """Context that detects calls to ``metric.compute()`` before all batches of an epoch are processed.
+    """Context that marks metric values computed before the end of an epoch.
 
-    Inside, ``compute`` returns a :class:`RunningValue`, recognisable if the module logs the value, and appends the
-    metric to ``traced``. Values for one batch, from ``metric(...)``, are not marked.
+    ``compute`` appends the metric to ``traced`` and returns a :class:`RunningValue`, so a logged value is recognised as
+    unfinished. Values for one batch, from ``metric(...)``, stay unmarked.
     """
     metrics, depth = list(metrics), [0]
 
@@ -228,7 +227,7 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
-    """Context that appends each metric first updated inside the context to ``updated``, except after a reset inside."""
+    """Context that collects metrics in ``updated`` at their first update. A metric reset before is not collected."""
     fresh: list[Metric] = []
     unused = [metric for metric in metrics if holds_states(metric) and not metric.update_called]
 
@@ -254,7 +253,7 @@ def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]
 
 
 def as_nan(value: Any) -> Any:
-    """Copies a metric's value (possibly nested), with NaN instead of every number, as for an undefined metric."""
+    """Copies a metric's value, with NaN in place of every number."""
     return apply_to_collection(value, (Tensor, float, int), lambda number: torch.as_tensor(number).float() * math.nan)
 
 
@@ -308,7 +307,7 @@ def _undefined_curves(metric: Metric) -> Tensor:
 def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
     """Maps attribute paths (such as ``"head.accuracy"``) to the module's metrics.
 
-    A metric in a plain list or dictionary has no path. The key is then the class name and the index among all metrics.
+    A metric in a plain list or dictionary has no path, so the key is the class name and an index.
     """
     all_metrics = find_metrics(module)
     for metric in all_metrics:
@@ -322,7 +321,7 @@ def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
 
 
 class MetricStates(dict[str, MetricState]):
-    """Maps keys (metric path and dataloader, :func:`state_key`) to states of a module's metrics.
+    """Dictionary of metric states. A key from :func:`state_key` names metric and dataloader.
 
     Example:
         >>> from torchmetrics import MeanMetric
@@ -348,10 +347,9 @@ class MetricStates(dict[str, MetricState]):
         return merged
 
     def compute(self, metrics: Mapping[str, Metric], keys: Iterable[str]) -> dict[str, float]:
-        """Computes the metric value for each key (metric and dataloader, :func:`state_key`), from the stored state.
+        """Computes the metric value for each key. Skips a metric if ``compute`` raises an error.
 
-        Loads the states into ``metrics``. Omits a value if ``metric.compute`` raises an error. Afterwards each metric
-        contains the state for all dataloaders together.
+        The states are loaded into ``metrics``. Afterwards each metric contains the state for all dataloaders together.
         """
         for name, metric in metrics.items():  # a metric can depend on other metrics, so all states are loaded first
             _write_state(metric, self.get(name))
@@ -366,7 +364,7 @@ class MetricStates(dict[str, MetricState]):
 
 
 def state_key(metric: str, place: int | None = None) -> str:
-    """Dictionary key for a metric state: the metric's path and the dataloader's index (``None`` for all data)."""
+    """Returns the key of a metric's state. ``place`` is the dataloader's index, or ``None`` for all data."""
     return metric if place is None else f"@{place}@{metric}"
 
 
@@ -418,7 +416,7 @@ def _join_states(metric: Metric, parts: Iterable[MetricState]) -> MetricState:
 
 
 def check_state(metric: Metric, state: MetricState) -> None:
-    """Compares a client's metric state with the server's metric. Raises `BadUpdate` for other names or shapes."""
+    """Compares a client's metric state with the server's metric. Raises ``BadUpdate`` for other names or shapes."""
     reductions = _reductions(metric)
     if state.updates < 0:
         raise BadUpdate(f"the client reports {state.updates} batches for a metric, but the number must be at least 0")
@@ -432,14 +430,14 @@ def check_state(metric: Metric, state: MetricState) -> None:
         if default is None:
             raise BadUpdate(f"the client sent the state {name!r}, but the server's metric has no such state")
         if isinstance(default, Tensor) and reductions[name] is not dim_zero_cat and value.shape != default.shape:
-            shapes = f"shape {tuple(value.shape)} instead of {tuple(default.shape)}, the shape in the server's metric"
-            raise BadUpdate(f"the client sent the metric state {name!r} with {shapes}")
+            shapes = f"shape {tuple(value.shape)}, but the server's metric has shape {tuple(default.shape)}"
+            raise BadUpdate(f"the client's metric state {name!r} has {shapes}")
 
 
 def share_of_cases(metric: Metric | None, state: MetricState | None, cases: int) -> float | None:
-    """Returns the fraction of correct examples from the counts in an accuracy's state.
+    """Returns the fraction of correct examples from an accuracy's state, or ``None`` for other metrics.
 
-    The result is ``None`` for other metrics, and if the counts do not sum to the number of examples, ``cases``.
+    The result is also ``None`` if the counts in the state do not sum to the number of examples, ``cases``.
     """
     is_binary = isinstance(metric, BinaryAccuracy)
     if state is None or not (is_binary or (isinstance(metric, MulticlassAccuracy) and metric.average == "micro")):
@@ -450,7 +448,7 @@ def share_of_cases(metric: Metric | None, state: MetricState | None, cases: int)
 
 
 def support_of(metric: Metric) -> Tensor | None:
-    """Counts examples (or pixels) by class: float64, shape (classes,); ``None`` if unknown.
+    """Returns the metric's number of examples or pixels per class, or ``None`` if unknown.
 
     The counts come from a property ``support``, a confusion matrix, or the states ``tp`` and ``fn``.
     """

@@ -1,4 +1,4 @@
-"""Message with the results of a client's evaluation, as sums and metric states instead of means."""
+"""Results of one client's evaluation, as a message to the server."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _MOST_NAMES = 1000
 
 @dataclass
 class EvaluationReport:
-    """Results of a client's evaluation: sums, metric states and values from validation or test data.
+    """Results of one client's evaluation. The server combines the results of all clients.
 
     Args:
         num_samples: Number of examples.
-        logged: Total and weight by name, for values logged per epoch in steps and batch hooks.
-        states: Metric states by :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
-        metrics: Maps the name of each logged metric to the metric's key in ``states``.
-        values: Values for the client's data, computed by the client, by logged name.
-        partial: Names of values that the server cannot combine over clients, because sums and states do not suffice.
+        logged: For each number logged in steps: the weighted sum and the sum of weights, by logged name.
+        states: Metric states, by key from :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
+        metrics: For each logged metric: the metric's key in ``states``, by logged name.
+        values: Final values for this client's data, by logged name.
+        partial: Names of values that the server cannot compute from ``logged`` and ``states``.
         shown: Names shown in the progress bar.
-        higher_is_better: Maps names to true if higher values are better, for metrics that declare the direction.
-        variances: Sampling variances by name, for means over examples.
-        stays: Reason by metric path, for each metric whose state stays on the client.
-        support: Examples per class: float64, shape (classes,); ``None`` if no metric counts examples.
+        higher_is_better: True by name if higher values are better, as far as known.
+        variances: Sampling variances of means over examples, by logged name.
+        stays: For each metric state that is not sent: the reason, by metric path.
+        support: Number of examples per class, shape (classes,), or ``None`` if unknown.
     """
 
     num_samples: int = 0
@@ -107,7 +107,9 @@ class EvaluationReport:
         kind, detail, *names_in_entry = entry.split("|", 2)
         if kind == "logged":
             if detail not in _REDUCTIONS or len(value) != 2:
-                raise BadUpdate(f"a logged value has the unknown reduction {detail!r:.50}, or not two numbers")
+                raise BadUpdate(
+                    f"a logged value has an unknown reduction, {detail!r:.50}, or does not consist of total and weight"
+                )
             total, weight = value.double().cpu().unbind()
             if not float(weight) > 0 or not math.isfinite(float(weight)):
                 raise BadUpdate(f"a logged value has the weight {float(weight)}, but weights are positive and finite")
@@ -141,7 +143,7 @@ class EvaluationReport:
 
 
 def known_names(reports: Iterable[EvaluationReport]) -> list[str]:
-    """Lists the names of all values in the clients' evaluation results, in order of first appearance."""
+    """Lists the names of all values in the reports, in order of first appearance."""
     return list(dict.fromkeys(name for report in reports for name in report.values))
 
 

@@ -1,4 +1,4 @@
-"""Evaluation results by client: values, summary over clients, and direction (higher or lower is better)."""
+"""Evaluation results of all clients, and summaries over the clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10|min|pooled)")
 
 @dataclass
 class ClientResults:
-    """Clients' evaluation values by name and client, with variances, and the direction (higher or lower is better)."""
+    """Evaluation values of all clients, by metric name and client."""
 
     values: dict[str, dict[Client, float]] = field(default_factory=dict)
     variances: dict[str, dict[Client, float]] = field(default_factory=dict)
@@ -47,10 +47,10 @@ class ClientResults:
         return results
 
     def summary(self) -> dict[str, float]:
-        """Summarises metrics over clients: ``<metric>/mean``, ``/worst10`` (mean over worst 10 %), ``/std``, ``/min``.
+        """Summarises each metric over the clients. NaN values are skipped.
 
-        NaN values are skipped. ``/mean_se`` is the standard error of ``/mean`` due to the clients' finite numbers of
-        examples, computed only if every client's value is a mean over examples.
+        The names are ``<metric>/mean``, ``/std``, ``/min`` and ``/worst10``, the mean over the worst tenth of clients.
+        If every client's value is a mean over examples, ``/mean_se`` is the mean's standard error.
         """
         summary = {}
         for name, values in self.values.items():
@@ -68,7 +68,7 @@ class ClientResults:
 
 
 def monitored_name(name: str) -> str:
-    """Converts the name of a summary value to the name that the module logs: ``fed/val_acc/mean`` to ``val_acc``."""
+    """Returns the module's name for a summary value: ``val_acc`` for ``fed/val_acc/mean``."""
     match = _CLIENTS_VALUE.fullmatch(name)
     return name if match is None else match["name"]
 

@@ -1,4 +1,4 @@
-"""Matrix of models and sites: each client's model and the global model, evaluated on every client's data."""
+"""Evaluates each client's model and the global model on every client's data."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class SiteMatrix(FederatedCallback):
 
     A client's model is the state sent in the last round, before averaging. The matrix is logged in Markdown, and
     written to ``<folder>/sites.csv`` and ``sites.png``. The cost is one evaluation on all clients per model, and memory
-    for the models of one round. Server and clients need :class:`ClientEvaluation`. Personal entries are refused, and
-    also privacy and compression methods that hide the models of single clients.
+    for the models of one round. Server and clients need :class:`ClientEvaluation`.
 
     Args:
         metric: Name of the value in the matrix, as logged by the validation step.

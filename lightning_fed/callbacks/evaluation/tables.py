@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """Table of numbers by (row name, column name); ``corner`` is the heading above the row names.
+    """Table of numbers by row name and column name.
 
-    A missing value or NaN is shown as an empty cell.
+    ``corner`` is the heading above the row names. Missing values and NaN are empty cells.
 
     Example:
         >>> table = Table("client", ["a", "b"], ["val_iou"], {("a", "val_iou"): 0.5})
@@ -93,7 +93,7 @@ ALL, GLOBAL = "all", "global"
 
 
 def row_name(client: Client) -> str:
-    """Formats a client's name for a table. Quotes distinguish a string from a number, or from a summary row's name."""
+    """Formats a client's name for a table. Names that look like numbers or summary rows get quotes."""
     text = str(client)
     is_ambiguous = text in (ALL, GLOBAL) or text[:1] in ("'", '"') or text.removeprefix("-").isdecimal()
     return repr(client) if is_ambiguous else text
