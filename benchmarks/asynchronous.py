@@ -179,16 +179,17 @@ def report(results: dict[str, list[dict[str, Any]]], arguments: argparse.Namespa
     )
     options = "" if arguments.dataset == "fashion" else f" --dataset {arguments.dataset}"
     words = (
-        f"`python benchmarks/asynchronous.py --data DATA{options} --out docs/results/asynchronous.md`. "
-        f"Data: 12,000 training images from {kind.__name__}, divided among {CLIENTS} clients by Dirichlet({ALPHA}) per "
-        f"class. At any time {IN_FLIGHT} clients train. In a visit, one client trains on {STEPS} batches of 20 "
-        f"images. Training: network `{network}`, SGD with learning rate {arguments.lr}. Updates are weighted by the "
-        "number of examples, except in FedAsync. The virtual seconds per batch differ between clients, by a log-normal "
-        f"distribution with median 1 and sigma 1. The deadline drops clients slower than {DEADLINE:.0f} s from a "
-        f"round. Accuracy is measured on 2,000 held-out training images, after about every {interval} visits. A column "
-        "for a time or a number of visits shows the last accuracy measured until then. Seeds "
+        f"`python benchmarks/asynchronous.py --data DATA{options} --out docs/results/asynchronous.md`\n\n"
+        f"- Data: 12,000 training images from {kind.__name__}, divided among {CLIENTS} clients by Dirichlet({ALPHA}) "
+        f"per class.\n- Training: at any time {IN_FLIGHT} clients train. In a visit, one client trains on {STEPS} "
+        f"batches of 20 images, with the network `{network}` and SGD with learning rate {arguments.lr}. Updates are "
+        "weighted by the number of examples, except in FedAsync.\n- Speed: the virtual seconds per batch differ "
+        "between clients, by a log-normal distribution with median 1 and sigma 1. The deadline drops clients slower "
+        f"than {DEADLINE:.0f} s from a round.\n- Accuracy: measured on 2,000 held-out training images, after about "
+        f"every {interval} visits. A column for a time or a number of visits shows the last accuracy measured before."
+        "\n- Seeds: "
         f"{', '.join(map(str, arguments.seeds))}. Differences are means over seeds, with the 95 % interval by the "
-        f"paired t test; a difference is bold if the interval excludes 0. {missing}{cpu / 60:.0f} CPU minutes on "
+        f"paired t test. A difference is bold if the interval excludes 0.\n- {missing}{cpu / 60:.0f} CPU minutes on "
         f"{machine(arguments.threads)}."
     )
     return "\n\n".join([words, table(header, rows_of(results, targets, arguments.seconds))])

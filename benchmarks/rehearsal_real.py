@@ -139,11 +139,11 @@ def main() -> None:
     first, second = SECONDS.values()
     text = (
         f"Two sites on one machine train McMahan's CNN, each on {BATCHES} batches. A training step sleeps {first} s at"
-        f" one site and {second} s at the other. One real run, with {MEASURED[0]} rounds and {MEASURED[1]} pass over"
-        " the data per round, measures the profiles (each site's seconds for a training step and for a message)."
-        f" From these profiles, the rehearsal predicts longer real runs, with {plan[0]} rounds and {plan[1]} passes per"
-        " round. In columns 2 to 6, k/n means: in k of n real runs, the quantity in the heading exactly equals the"
-        " prediction. Script: `python benchmarks/rehearsal_real.py --out docs/guides/rehearsal.md`. Machine:"
+        f" one site and {second} s at the other.\n\nA short real run, with {MEASURED[0]} rounds and {MEASURED[1]} pass"
+        " over the data per round, measures the time for a training step and for a message at each site. From these"
+        f" times, the rehearsal predicts longer real runs, with {plan[0]} rounds and {plan[1]} passes per round.\n\n"
+        'In the columns from "rounds" to "final model", k/n means that the prediction is exactly right for k of n real'
+        " runs.\n\nScript: `python benchmarks/rehearsal_real.py --out docs/guides/rehearsal.md`. Machine:"
         f" {machine(1)}, flwr {version('flwr')}, nvflare {version('nvflare')}, load average up to {max(loads):.0f}."
         f"\n\n{table(header, rows)}"
     )
