@@ -246,8 +246,8 @@ class FolderStore(ClientStore):
             raise ValueError(f"Expected the store's `run` in the checkpoint to be a number, but got {self._run!r}.")
         if self._run is not None and self._oldest.exists() and round < int(self._oldest.read_text()):
             raise ValueError(
-                f"The folder {str(self.folder)!r} no longer contains the client state after {round} rounds, only states "
-                f"from {self._oldest.read_text()} rounds on. Resume from one of the last two checkpoints, "
+                f"The folder {str(self.folder)!r} no longer contains the client state after {round} rounds, only "
+                f"states from {self._oldest.read_text()} rounds on. Resume from one of the last two checkpoints, "
                 "or restore a copy of the folder. To keep all files in future runs, set "
                 f"store=FolderStore({str(self.folder)!r}, keep_all=True)."
             )
