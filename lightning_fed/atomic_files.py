@@ -10,10 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
-    """Yields a temporary path for writing, and afterwards moves the file to ``path``.
+    """Yields a temporary path for writing, and then moves the file to ``path``.
 
-    If writing fails, the old file stays unchanged. Missing folders are created. The new file survives a loss of power.
-    Processes that write the same file need different suffixes.
+    If writing fails, the old file stays unchanged. Missing folders are created. Processes that write the same file need
+    different suffixes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.stem}{suffix}")

@@ -19,12 +19,12 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 class MaxNorm(UpdateStep):
-    r"""Clips client updates to a fixed norm over all trained entries.
+    r"""Clips client updates to a fixed norm over all trained tensors.
 
     .. math:: u_k \leftarrow u_k \min\left(1, \frac{C}{\lVert u_k \rVert}\right)
 
-    Here :math:`u_k` is the update of client k. With secure aggregation, clients clip the updates, and the server cannot
-    verify the clipping. Logs the number of clipped updates as ``fed/shortened``.
+    Here :math:`u_k` is the update of client k: the trained model minus the received model. With secure aggregation, the
+    server cannot verify the clipping. Logs the number of clipped updates as ``fed/shortened``.
 
     Args:
         bound: Maximum norm C, greater than 0.
@@ -53,8 +53,7 @@ class MaxNorm(UpdateStep):
 class MaxMedianNorm(CollectingStep):
     """Clips client updates to a multiple of the round's median norm.
 
-    For an even number of clients, the lower median is used. If the median is 0, updates are not clipped. The server
-    stores all updates until the round is complete. Logs the number of clipped updates as ``fed/shortened``.
+    The server stores all updates until the round is complete. Logs the number of clipped updates as ``fed/shortened``.
 
     Args:
         multiple: Factor for the median norm, greater than 0.

@@ -50,9 +50,9 @@ VERSION = "model:version"
 
 
 class Compression(UpdateStep, ABC):
-    """Base class of update steps that compress client updates.
+    """Base class of steps that compress client updates.
 
-    A client stores the compression error of an update, and adds the error to the next update (error feedback).
+    A client adds the compression error of an update to its next update. This is called error feedback.
     """
 
     refuses = ("resizes",)
@@ -76,7 +76,7 @@ class Compression(UpdateStep, ABC):
 
     @abstractmethod
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """Decodes one tensor's update to float64, with the shape of ``like``."""
+        """Decodes one tensor's update to float64 in the shape of ``like``. Invalid codes raise :class:`BadUpdate`."""
 
     def form(self, state: State) -> State:
         return state | {name: self.code_like(state[name]) for name in self.names(state)}
@@ -120,10 +120,12 @@ class Compression(UpdateStep, ABC):
 class Quantized(Compression):
     r"""Rounds updates to 8 or 4 bits at random, without bias (Alistarh et al., section 3.1).
 
-    A value :math:`u_i` of an update is sent as the integer :math:`q_i`, a multiple of the scale :math:`s`:
+    A value :math:`u_i` of a tensor's update is divided by a scale :math:`s`, and rounded to the integer :math:`q_i`:
 
     .. math:: q_i = \lfloor u_i / s + \xi_i \rfloor, \qquad \xi_i \sim \mathcal{U}[0, 1), \qquad
         s = \max_j |u_j| / (2^{b - 1} - 1)
+
+    Here :math:`\xi_i` is a random number.
 
     Args:
         bits: Number of bits b per value.
@@ -226,22 +228,22 @@ class TopK(Compression):
 
 
 class Downlink(UpdateStep):
-    r"""Compresses broadcasts: clients receive encoded changes of the global model (Tang et al., ICML 2019).
+    r"""Sends compressed changes of the global model to the clients (Tang et al., ICML 2019).
 
-    In round :math:`t`, the server encodes the change :math:`u` of the global model :math:`w_t`. The compression error
-    :math:`e_{t+1}` is added to the next change (error feedback). The decoded model becomes the new global model:
+    In round :math:`t`, the server compresses the change :math:`u` of the global model :math:`w_t`. The compression
+    error :math:`e_{t+1}` is added to the next change:
 
     .. math:: u = \text{new} - w_t + e_t, \qquad w_{t+1} = w_t + C(u), \qquad e_{t+1} = u - C(u)
 
-    Here *new* is the model from the aggregation rule, and :math:`C` encodes and decodes. A client with an earlier model
-    receives the encoded changes since then, if these are smaller than the model. All other clients receive the full
-    model. BatchNorm statistics and extra tensors are not compressed.
+    Here *new* is the aggregated model, and :math:`C(u)` is the change after compression. A client with an earlier
+    global model receives the changes since then, if smaller than the model. All other clients receive the full model.
+    BatchNorm statistics, and tables of which clients receive only some rows, are not compressed.
 
     Args:
-        step: Compression of the changes. ``Downlink`` must follow all update steps that change the new model.
+        step: Compression of the changes. ``Downlink`` must follow all steps that change the new model.
 
     Raises:
-        ValueError: If the rule has several global models or client-specific shapes.
+        ValueError: If the method has several global models, or models of different shapes.
 
     Example:
         >>> from lightning_fed import Federation

@@ -26,15 +26,12 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def round_number(round: int) -> int:
-    """Converts a round's index to the number shown to users, which starts at 1.
-
-    Elsewhere rounds count from 0, like Lightning's epochs.
-    """
+    """Converts a round's index, from 0, to the number shown to users, from 1."""
     return round + 1
 
 
 def list_first(names: Sequence[object]) -> str:
-    """Formats the first five names, and the number of further names.
+    """Lists the first five names, and counts the others.
 
     Example:
         >>> list_first("abcdefg")

@@ -14,9 +14,10 @@ class OptionError(ValueError):
 
 
 class BadUpdate(ValueError):
-    """Raised for an invalid update. The client is excluded from the round, and the message is logged as the reason.
+    """Raised for an invalid update, to exclude the client from the round. The message is logged.
 
-    :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>` must raise this error before any change to the rule.
+    An aggregation rule raises this error in :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>`, before
+    storing anything from the update.
 
     Example:
         >>> raise BadUpdate("the client sends no prototypes")
@@ -28,7 +29,7 @@ class BadUpdate(ValueError):
 class BadUpdates(ValueError):
     """Raised if updates are found invalid after all clients have trained.
 
-    ``reasons`` maps client names to reasons. The key ``"sum"`` of a secure sum stands for all clients in the round.
+    ``reasons`` maps client names to reasons. With secure sums, the key ``"sum"`` stands for all clients in the round.
     """
 
     def __init__(self, reasons: Mapping[str | int, str]) -> None:
@@ -37,12 +38,11 @@ class BadUpdates(ValueError):
 
 
 class ClientFault(Exception):
-    """Raised if one client fails. The round excludes this client, and the fit continues. Other exceptions end the fit.
+    """Raised if a client fails. The round continues without this client.
 
-    Callbacks on the client may raise the exception, with a reason, in
-    :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_receive`,
+    Callbacks may raise this error in :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_receive`,
     :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_batch` and
-    :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_end`.
+    :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_end`. Other exceptions end the fit.
 
     Example:
         >>> raise ClientFault("the client's images have 4 channels instead of 3")

@@ -50,12 +50,12 @@ class RevertingCallback(L.Callback):
 class FederatedCallback(TrainerCallback):
     """A Lightning callback with additional hooks for federated rounds.
 
-    A round starts with :meth:`on_server_round_start`. For each client follow :meth:`on_client_request`,
-    :meth:`on_server_send`, :meth:`on_client_receive`, :meth:`on_client_start`, then for each batch
-    :meth:`on_client_batch` and Lightning's hooks, then :meth:`on_client_end`, :meth:`on_server_receive` and
-    :meth:`on_client_visit_end`. The round ends with :meth:`on_server_aggregate` and :meth:`on_server_round_end`.
+    A round starts with :meth:`on_server_round_start`. For each client, the order is :meth:`on_client_request`,
+    :meth:`on_server_send`, :meth:`on_client_receive`, :meth:`on_client_start`, :meth:`on_client_batch` for each batch,
+    :meth:`on_client_end`, :meth:`on_server_receive`, :meth:`on_client_visit_end`. The round ends with
+    :meth:`on_server_aggregate` and :meth:`on_server_round_end`.
 
-    Implement clipping, weights, encoding, masks and noise as an update step (:mod:`lightning_fed.steps`). See also the
+    For clipping, masks and noise, see :mod:`lightning_fed.steps`. See also the
     `guide <https://lightning-fed.github.io/lightning-fed/guides/hooks/>`_.
 
     Example:
@@ -77,9 +77,9 @@ class FederatedCallback(TrainerCallback):
     def on_client_request(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
     ) -> None:
-        """Called on the client before the broadcast. May request only some rows of parameters, and add tensors.
+        """Called on the client before the broadcast. May request only some rows of parameters.
 
-        The module contains the global model. Extra tensors are passed to the rule's
+        The module contains the global model. Tensors added to ``request.extras`` are passed to the aggregation rule's
         :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`. Raising :class:`ClientFault` excludes the
         client.
         """
@@ -89,7 +89,7 @@ class FederatedCallback(TrainerCallback):
     ) -> None:
         """Called on the server before a client receives the broadcast. May replace tensors for this client.
 
-        All clients' messages share the tensors, so do not change a tensor in place.
+        Several clients share the tensors, so do not change a tensor in place.
         """
 
     def on_client_receive(
@@ -97,7 +97,8 @@ class FederatedCallback(TrainerCallback):
     ) -> None:
         """Called on the client before the module loads the broadcast. May decode the tensors.
 
-        Then ``broadcast.state`` must contain all shared tensors. Raising :class:`ClientFault` excludes the client.
+        After the hook, ``broadcast.state`` must contain all shared tensors. Raising :class:`ClientFault` excludes the
+        client.
         """
 
     def on_client_start(
@@ -117,9 +118,8 @@ class FederatedCallback(TrainerCallback):
     ) -> Iterator[None] | None:
         """Called on the client after the last batch. May add tensors and metrics to the update.
 
-        The hook must not change weights. To train a second model on the client's remaining batches, implement the hook
-        as a generator. At every ``yield`` the Trainer runs one training step, as in
-        :class:`~lightning_fed.callbacks.PersonalModel`.
+        The hook must not change weights. To train a second model on the last planned batches, write a generator.
+        At each ``yield`` the Trainer runs one training step, see :class:`~lightning_fed.callbacks.PersonalModel`.
 
         Raising :class:`ClientFault` excludes the client.
         """
@@ -132,12 +132,12 @@ class FederatedCallback(TrainerCallback):
         """Called on the client after training, also after a failure. May revert changes to the module."""
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None] | None:
-        """Exchanges values between processes that train different clients, before :meth:`on_server_aggregate`.
+        """Exchanges values between processes, before :meth:`on_server_aggregate`.
 
-        The hook is needed if :meth:`on_server_aggregate` uses data from :meth:`on_server_receive`, because a process
-        receives only its own clients' updates. Implement the hook as a generator. ``values = yield value`` sends this
-        process's value, and returns the values of all processes in rank order. For one dictionary by client, it is
-        enough to set ``shared_attribute`` to the attribute's name.
+        A process receives only its own clients' updates in :meth:`on_server_receive`. If :meth:`on_server_aggregate`
+        needs data from all clients, implement this hook as a generator. ``values = yield value`` sends this process's
+        value, and returns the values of all processes in rank order. For a dictionary by client, set
+        ``shared_attribute`` to the attribute's name instead.
 
         Example:
             >>> class Sizes(FederatedCallback):
@@ -152,11 +152,11 @@ class FederatedCallback(TrainerCallback):
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Called on the server before the module loads the new global model. May change ``state``.
 
-        If the round computes no new model, changes are lost.
+        Changes are lost if the round computes no new model.
         """
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Called on the server after the round, also if interrupted. The module contains the global model.
+        """Called on the server after the round, even if interrupted. The module contains the global model.
 
         ``is_new`` is true if the round computed a new model.
         """
@@ -166,9 +166,9 @@ class FederatedCallback(TrainerCallback):
 
 
 class AskableCallback(FederatedCallback, ABC):
-    """Base class of callbacks that answer questions from the server on each client, outside training.
+    """Base class of callbacks that answer the server's questions on each client.
 
-    :meth:`Federation.ask <lightning_fed.Federation.ask>` sends a question and a model, for example for an evaluation.
+    :meth:`Federation.ask <lightning_fed.Federation.ask>` sends a question with a model, for example for an evaluation.
     """
 
     @abstractmethod
@@ -177,7 +177,7 @@ class AskableCallback(FederatedCallback, ABC):
     ) -> ClientUpdate:
         """Computes a client's answer to ``question``. The module contains the model for this client.
 
-        Changes to the module are reverted afterwards. Raises :class:`ClientFault` if the client has no answer.
+        The module is restored afterwards. Raise :class:`ClientFault` if the client has no answer.
         """
 
 

@@ -46,10 +46,10 @@ def find_feature(module: str) -> ModuleType | None:
 
 
 def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Creates ``__getattr__``, ``__dir__`` and ``__all__`` of a package with imports at first access.
+    """Creates ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports names at first access.
 
-    ``package`` is the package's ``__name__``, and ``door`` is the path of ``__init__.py``. The stub ``__init__.pyi``
-    lists the public names as ``from x import y as y``. Imports without ``as`` are ignored.
+    ``package`` is the package's ``__name__``, and ``door`` the path of ``__init__.py``. The stub ``__init__.pyi`` lists
+    public names as ``from x import y as y``.
     """
     sources: dict[str, tuple[str, bool]] = {}  # maps a name to its module, and whether the name is a submodule
     for statement in ast.parse(Path(door).with_suffix(".pyi").read_text(encoding="utf-8")).body:
@@ -73,8 +73,8 @@ def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callabl
 def unite_names() -> None:
     """Makes ``lightning.pytorch`` and ``pytorch_lightning`` refer to the package that is imported first.
 
-    Both packages contain the same code, but a Trainer rejects modules and callbacks from the other package. The
-    function does nothing if both packages are already imported, or have different versions.
+    Both packages contain the same code, but a Trainer rejects modules and callbacks from the other package. Nothing
+    changes if both packages are already imported, or have different versions.
     """
     if installed_version("lightning") != installed_version("pytorch-lightning"):
         return

@@ -90,9 +90,9 @@ class Request:
 
     Args:
         client: The client's name or number.
-        rows: Requested row indices by entry name: int64, shape (rows,), strictly increasing. Equal indices for several
-            entries, such as a layer's weight and bias, are sent once.
-        extras: Additional tensors for :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
+        rows: Requested rows of a parameter, by name: row indices, int64, shape ``(rows,)``, strictly increasing.
+        extras: Additional tensors for the aggregation rule's
+            :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
     """
 
     client: Client
@@ -102,15 +102,15 @@ class Request:
 
 @dataclass
 class Broadcast:
-    """Message from the server to one client before the client's training in a round.
+    """Message from the server to a client before local training.
 
     Args:
-        round: Index, from 0, of the round with the sent model as start. Asynchronous training may send an earlier
-            round.
-        state: Parameters and buffers for the client's initial model.
-        extras: Further tensors from the federated method, such as control variates.
-        rows: Row indices for entries in ``state`` with only some rows, copied from the client's :class:`Request`.
-        unsent: Names of entries in ``state`` not sent because the client already has the values. Set by the server.
+        round: Index of the round that starts with this model, from 0. Asynchronous training may send an earlier round's
+            model.
+        state: Parameters and buffers of the model at the start of local training.
+        extras: Further tensors by name, such as control variates.
+        rows: For parameters sent with only some rows: the row indices from the client's :class:`Request`.
+        unsent: Names in ``state`` not sent, because the client already has the values. Set by the server.
     """
 
     round: int
@@ -126,15 +126,14 @@ class ClientUpdate:
 
     Args:
         client: The client's name or number.
-        num_samples: Number of local examples: the client's weight in an average.
-        state: Values of parameters and buffers after the training (not differences).
-        extras: Further tensors from the federated method, such as prototypes.
+        num_samples: Number of local examples, the client's weight in an average.
+        state: Parameters and buffers after the training (not differences).
+        extras: Further tensors by name, such as prototypes.
         metrics: Numbers to log.
-        rows: Row indices of entries in ``state`` with only some rows. The server sets these to the rows in the
-            broadcast.
-        unsent: Names of untrained entries in ``state`` that equal the broadcast and are not sent. These tensors belong
-            to the broadcast, and must not be changed in place.
-        members: The clients in the sum, if an update step on the server created the update as a sum.
+        rows: For parameters sent with only some rows: the row indices. Set by the server from the broadcast.
+        unsent: Names of untrained tensors in ``state``, equal to the broadcast and not sent. Do not change these
+            tensors in place.
+        members: Clients whose updates are summed in this update; only set by update steps on the server.
     """
 
     client: Client

@@ -22,18 +22,17 @@ from lightning_fed.steps.update_step import UpdateStep
 class Method:
     """A federated method: an aggregation rule with update steps, callbacks and settings.
 
-    An :class:`~lightning_fed.Aggregator` is also a federated method, without update steps and settings.
+    A plain :class:`~lightning_fed.Aggregator` also works as a method.
 
     Args:
-        aggregator: The server-side rule, or a method to extend, by name or as an object.
-        callbacks: Callbacks added to the Trainer before the rule's callbacks. A callback is not added if the Trainer
-            has a callback of this class.
-        steps: Update steps, in order of execution on the client. The federation's update steps follow these steps.
+        aggregator: Aggregation rule, or a method to extend: a name or an object.
+        callbacks: Callbacks added to the Trainer, unless the Trainer already has a callback with the same class.
+        steps: Update steps, in order of execution on the client.
         settings: Arguments of :class:`~lightning_fed.Federation`: ``local_epochs``, ``local_steps``, ``personal``,
             ``frozen``, ``batch_norm`` and ``optimizer_state``.
 
     Attributes:
-        name: The class name; for a plain :class:`Method`, the class name of the rule.
+        name: Class name; for a plain :class:`Method`, the aggregation rule's class name.
 
     Example:
         >>> from lightning_fed import Federation
@@ -74,12 +73,12 @@ _MethodType = TypeVar("_MethodType", bound=type[Method] | type[Aggregator])
 
 
 def register(method: _MethodType | None = None, *, callbacks: Callable[[Any], Sequence[Callback]] | None = None) -> Any:
-    """Decorator that registers a federated method under the class name in lower case.
+    """Decorator that registers a class as a federated method, under the class name.
 
     Args:
-        method: A subclass of :class:`Method` or :class:`~lightning_fed.Aggregator`. The arguments of ``__init__`` are
-            options, and the docstring's first line is the description.
-        callbacks: Function that creates the callbacks required by a rule.
+        method: Subclass of :class:`Method` or :class:`~lightning_fed.Aggregator`. The arguments of ``__init__`` become
+            the method's options, and the docstring's first line the description.
+        callbacks: Function that receives the aggregation rule, and creates the required callbacks.
     """
     if method is None:
         return partial(register, callbacks=callbacks)
@@ -103,7 +102,7 @@ def method_names() -> list[str]:
 def find_method(name: str) -> type[Method] | type[Aggregator]:
     """Finds a federated method's class by name, such as ``"trimmed_mean"`` or ``"TrimmedMean"``.
 
-    An unregistered class is found by its import path (``"my_project.FedMine"``). An unknown name raises ``ValueError``.
+    For an unregistered class, ``name`` is the import path, such as ``"my_project.FedMine"``.
     """
     module, _, attribute = name.rpartition(".")
     if not module and method_key(name) not in METHODS:
@@ -122,7 +121,7 @@ def find_method(name: str) -> type[Method] | type[Aggregator]:
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Parses a text such as ``name:option=value:option=value`` with YAML values.
+    """Splits a text such as ``name:option=value:option=value`` into the name and the options.
 
     Example:
         >>> parse_method("fedprox:mu=1e-2")
@@ -143,12 +142,12 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
 def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
     """Builds a federated method from a name and options, or from an aggregation rule.
 
-    The name may include options (``"fedss:num_negatives=40"``). ``options`` are arguments of the method or of a
-    callback. A method object is returned unchanged.
+    The name may include options, as in ``"fedss:num_negatives=40"``. ``options`` are arguments for the method or the
+    method's callbacks. A method object is returned unchanged.
 
     Raises:
         ValueError: If the name or an option is unknown, or an option without a default is missing.
-        TypeError: If ``method`` is not a name, method or rule.
+        TypeError: If ``method`` has another type, or ``options`` are given without a name.
 
     Example:
         >>> build_method("fedmargin", combine="lpm", layer="model.encoder").callbacks[0].layer

@@ -48,13 +48,12 @@ class ProcessGroup:
             self.is_independent = was_independent
 
     def gather_one_by_one(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
-        """Yields the value of each process in rank order. At most two values are in memory at once.
+        """Yields each process's value in rank order. At most two values are in memory at once.
 
-        All processes must call the method and exhaust the iterator. A received value is a copy. In the sending process
-        the tensors are not copied.
+        All processes must call the method and exhaust the iterator.
 
         Args:
-            value: Value of this process: any picklable object, possibly with tensors inside.
+            value: This process's value: any picklable object, possibly with tensors inside.
             known: Tensors with equal values and order in all processes, which are not sent.
 
         Raises:
@@ -79,10 +78,9 @@ class RoundSynchronisation(ABC):
     """Exchanges updates and reports between processes. Each process trains some of the round's clients.
 
     Attributes:
-        visit_costs: Durations of clients' training in earlier rounds
-            (:class:`~lightning_fed.data.round_plan.VisitCosts`), to balance work.
-        driver: Class that trains the round's clients in each process, a subclass of
-            :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
+        visit_costs: Durations of earlier local trainings (:class:`~lightning_fed.data.round_plan.VisitCosts`), to
+            balance work.
+        driver: Class that trains a process's clients: a :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
     """
 
     visit_costs: Any
@@ -94,9 +92,9 @@ class RoundSynchronisation(ABC):
 
     @abstractmethod
     def join(self, state: State, optimizers: Any, cohort: Any, is_cut: bool = False) -> None:
-        """Merges the updates and reports of all processes, after all processes have trained the round's clients.
+        """Merges the updates and reports of all processes at the end of a round.
 
-        With ``is_cut`` the fit ended in this process before the round's last client, and all processes raise an error.
+        With ``is_cut`` the fit ended here before the round's last client, and all processes raise an error.
         """
 
     @abstractmethod
@@ -216,8 +214,8 @@ class _Form(NamedTuple):
 def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]:
     """Pickles an object without its tensors. Returns the bytes and the tensors.
 
-    Tensors in ``known`` are not returned, because the receiving process already has equal tensors. A tensor used twice
-    is returned once.
+    Tensors in ``known`` are omitted, because the receiver already has equal tensors. A tensor used twice is returned
+    once.
 
     Example:
         >>> w = torch.ones(2)

@@ -49,7 +49,7 @@ COMMANDS = {
 def remembered_subclasses() -> Iterator[None]:
     """Caches the subclasses of each class, so that recipes are parsed faster.
 
-    Otherwise jsonargparse searches over a thousand subclasses of ``nn.Module`` for each network name.
+    Without the cache, jsonargparse searches all subclasses of ``nn.Module`` for each network name.
     """
     # A private function of jsonargparse. If a version lacks the function, parsing is slower.
     search = getattr(_typehints, "get_all_subclass_paths", None)
@@ -74,12 +74,12 @@ def remembered_subclasses() -> Iterator[None]:
 class FederatedCLI(LightningCLI):
     """Command line for federated training: ``LightningCLI`` with a :class:`~lightning_fed.FederatedTrainer`.
 
-    Recipes name model and data by class path. For a class in lightning_fed, the class name is enough. Errors are
-    printed without a traceback, unless the environment variable ``JSONARGPARSE_DEBUG`` is ``true``.
+    Recipes (YAML files) name model and data by class path. For a class in lightning_fed, the class name is enough.
+    Errors have no traceback, unless the environment variable ``JSONARGPARSE_DEBUG`` is ``true``.
 
     Args:
         args: Command line arguments; if ``None``, the arguments of the process.
-        run: Whether to run the command named by the first argument. Otherwise the objects are only created.
+        run: Whether to run the command in the first argument. Otherwise the objects are only created.
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
@@ -153,8 +153,8 @@ class FederatedCLI(LightningCLI):
     def predict(self, **arguments: Any) -> None:
         """Runs ``predict``, and saves the predictions of all batches in ``predictions.pt`` next to the logs.
 
-        With several processes, each process writes a file (``predictions_0.pt``, ...). With the option
-        ``--return_predictions false``, nothing is saved: use a ``BasePredictionWriter`` callback.
+        With several processes, each process writes a file (``predictions_0.pt``, ...). The option
+        ``--return_predictions false`` disables saving.
         """
         predictions = self.trainer.predict(**arguments)
         if predictions:
@@ -180,8 +180,8 @@ def federated_trainer(
 
     Args:
         max_rounds: Number of rounds: Lightning's ``max_epochs``.
-        federation: A :class:`~lightning_fed.Federation` callback, instead of ``method``, ``personal``, ``frozen``,
-            ``steps`` and other options. In a recipe: ``{class_path: lightning_fed.Federation, init_args: ...}``.
+        federation: A :class:`~lightning_fed.Federation`, instead of ``method``, ``personal`` and other options. In a
+            recipe: ``{class_path: lightning_fed.Federation, init_args: ...}``.
         personal: Name patterns or module types (class paths) for the tensors that stay on each client.
         frozen: Name patterns or module types (class paths) for the tensors that are never sent.
         steps: Update steps, in order of execution on the client.

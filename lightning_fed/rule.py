@@ -18,16 +18,16 @@ from lightning_fed.numerics.weighted_mean import WeightedMean
 
 @dataclass
 class RoundInfo:
-    """Information about a round for the rule and the update steps.
+    """Information about a round for the aggregation rule and the update steps.
 
     Args:
         round: Round index, from 0.
         clients: Names for all clients known in this process.
         trainable: Names of the trained tensors; ``None`` if unknown.
-        untrained: Names of parameters without gradient and of constant buffers, which training rarely changes.
+        untrained: Names of parameters without gradient, and of constant buffers.
         sliced: Names of tensors from which clients receive only some rows.
-        seed: The federation's seed. An update step derives random numbers from seed, round and client.
-        refused: Maps each client with an invalid update in this round to the reason.
+        seed: The federation's seed, from which update steps derive random numbers.
+        refused: Reasons why updates in this round are invalid, by client.
     """
 
     round: int
@@ -51,14 +51,14 @@ def trained_entries(info: RoundInfo, state: State) -> list[str]:
 
 
 class RuleCapabilities:
-    """Optional capabilities of a rule, declared by attributes and by methods that a rule may override.
+    """Optional capabilities of an aggregation rule. A rule sets these attributes, and may override the methods.
 
     Attributes:
-        accepts_rows: An update may contain only some rows of a table (:attr:`ClientUpdate.rows`). Such a rule
+        accepts_rows: Whether an update may contain only some rows of a tensor (:attr:`ClientUpdate.rows`). Such a rule
             implements :meth:`held_rows`.
-        resizes: Shapes of entries differ between clients or rounds. Such a rule implements :meth:`expected`.
-        has_clusters: The rule has several global models. Such a rule implements :meth:`model_of`.
-        has_versions: Clients of one round start from different versions of the global model.
+        resizes: Whether tensor shapes differ between clients or rounds. Such a rule implements :meth:`expected`.
+        has_clusters: Whether there are several global models. Such a rule implements :meth:`model_of`.
+        has_versions: Whether clients in one round start from different versions of the global model.
         always: Clients in every round, in addition to the drawn clients, and never as stragglers or dropouts.
     """
 
@@ -77,7 +77,7 @@ class RuleCapabilities:
 
         Returns a :class:`~lightning_fed.server.schedule.Cohort`. ``schedule`` is the federation's
         :class:`~lightning_fed.server.schedule.Schedule`, and ``population`` a :class:`~lightning_fed.data.Population`.
-        The method is also called for future rounds, to estimate a fit's number of steps.
+        Also called for future rounds, to estimate a fit's number of steps.
         """
         return schedule.cohort(round, population.clients, always=self.always)
 
@@ -89,14 +89,14 @@ class RuleCapabilities:
         """Returns the tensors of the client's model, or ``None`` if the client uses the global model.
 
         Clients with the same model get the same dictionary. The server may overwrite BatchNorm statistics in the
-        dictionary's tensors.
+        tensors.
         """
         return None
 
     def tolerated(self, count: int) -> int:
-        """Returns the rule's limit for malicious clients among ``count`` clients.
+        """Returns the number of malicious clients that the rule tolerates among ``count`` clients.
 
-        When BatchNorm statistics are pooled, the server discards this number of lowest and highest values.
+        The server discards as many lowest and highest values in the average of BatchNorm statistics.
         """
         return 0
 
@@ -104,8 +104,8 @@ class RuleCapabilities:
 class Aggregator(RuleCapabilities, ABC):
     """Base class for aggregation rules: the server side of a federated method.
 
-    Between :meth:`start` and :meth:`aggregate`, updates arrive in any order. With several processes, :meth:`merge`
-    adds the updates from another process. Averaging rules should need only O(model) memory.
+    Between :meth:`start` and :meth:`aggregate`, updates arrive in any order. With several processes, :meth:`merge` adds
+    the updates from another process.
 
     Example:
         >>> import torch
@@ -129,7 +129,7 @@ class Aggregator(RuleCapabilities, ABC):
     def broadcast(self, request: Request) -> Broadcast:
         """Returns the message with the global model for one client.
 
-        The message contains whole tensors. The server then selects the requested rows, without changing the tensors.
+        The message contains whole tensors. The server selects the requested rows afterwards.
         """
 
     @abstractmethod
@@ -148,8 +148,8 @@ class Aggregator(RuleCapabilities, ABC):
     def aggregate(self) -> State | None:
         """Computes the new global tensors from at least one update. Returns ``None`` to keep the old model.
 
-        A rule may exclude clients after comparing all updates. The rule then removes these updates, and raises
-        :class:`BadUpdates`. The server calls ``aggregate`` again if enough updates remain.
+        To exclude clients after comparing all updates, a rule removes these updates and raises :class:`BadUpdates`. The
+        server calls ``aggregate`` again if enough updates remain.
         """
 
     def metrics(self) -> dict[str, float]:

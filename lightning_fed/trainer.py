@@ -27,17 +27,17 @@ class FederatedTrainer(L.Trainer):
     """``L.Trainer`` whose epochs are federated rounds.
 
     The class creates a :class:`~lightning_fed.callbacks.Federation` callback, accepts plain training data, and shows
-    rounds in the progress bar. The signature lists the arguments of both classes.
+    rounds in the progress bar.
 
     Args:
         method: The federated method.
         max_rounds: Number of rounds: Lightning's ``max_epochs``.
         federation: A `Federation` callback, used instead of ``method`` and the arguments of ``Federation``.
-        kwargs: Arguments of ``Federation`` and of ``L.Trainer``. If no ``strategy`` is given, ``devices`` is 1.
+        kwargs: Arguments of ``Federation`` and of ``L.Trainer``. Without ``strategy``, ``devices`` is 1 by default.
 
     Raises:
-        ValueError: If both ``max_rounds`` and ``max_epochs`` are given, or both ``federation`` and a ``Federation``
-            argument, or a ``Federation`` is among the ``callbacks``.
+        ValueError: If ``max_rounds`` and ``max_epochs`` are both given, or ``federation`` and an argument of
+            ``Federation``, or if a ``Federation`` is among the ``callbacks``.
         TypeError: If ``federation`` is not a ``Federation``, or neither class has an argument in ``kwargs``.
 
     Example:
@@ -102,18 +102,17 @@ class FederatedTrainer(L.Trainer):
 
         Args:
             model: Any LightningModule.
-            train_dataloaders: One ``DataLoader`` or map-style data set for ``partition`` to split. Alternatively a
-                mapping or sequence with each client's data, or a datamodule. Each client's data is a ``DataLoader``,
-                several loaders as for ``CombinedLoader``, or a map-style data set. Data sets are read in batches of 32.
-                For another batch size pass loaders, or a ``FederatedDataModule(clients, batch_size=...)``.
+            train_dataloaders: One ``DataLoader`` or map-style data set for ``partition`` to split, a datamodule, or a
+                mapping or sequence with each client's data. Each client's data is a ``DataLoader``, several loaders as
+                for ``CombinedLoader``, or a map-style data set. Data sets are read in batches of 32; for another size
+                pass loaders.
             val_dataloaders: Validation data for the global model, in the forms for ``L.Trainer.fit``. With a mapping
-                from client names to data, each client is also evaluated separately. If ``train_dataloaders`` is one
-                loader and no key is a client name, the mapping contains several named loaders, as in Lightning.
+                from client names to data, each client is also evaluated separately.
             datamodule: Any datamodule for ``partition`` to split, or a
                 :class:`~lightning_fed.data.FederatedDataModule`.
             ckpt_path: Checkpoint to resume from.
-            weights_only: From Lightning 2.6 on, ``False`` loads a checkpoint with pickled objects; pickled objects can
-                execute code. By default such a checkpoint is an error.
+            weights_only: ``False`` allows checkpoints with pickled objects, from Lightning 2.6 on. Such objects can
+                execute code.
         """
         refuse_foreign(model, train_dataloaders, datamodule)
         check_processes(self, is_one_client(self.federation.partition))  # before Lightning starts the processes

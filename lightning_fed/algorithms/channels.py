@@ -33,17 +33,17 @@ _OCTAVES = 7
 
 @dataclass(frozen=True)
 class Channel:
-    """A kind of additional tensors in messages, such as SCAFFOLD's control variates.
+    """Describes additional tensors in messages, such as SCAFFOLD's control variates.
 
     Args:
-        form: ``"entry"`` for one tensor per model entry, in float32 or float64. ``"numbers"`` for one number per model
-            entry, and ``"number"`` for a single number. Numbers are float64 scalars, at least 0.
+        form: ``"entry"`` for one tensor per model parameter, in float32 or float64. ``"numbers"`` for one number per
+            parameter, and ``"number"`` for a single number. Numbers are float64 scalars, at least 0.
         up: Whether clients send the values. The server averages tensors, and stores each client's numbers.
-        down: Whether the server sends the tensors with the broadcast.
+        down: Whether the server sends the tensors with the global model.
         memory: Whether clients keep the tensors between rounds.
         server: Whether the server keeps the tensors between rounds.
-        bounds: Check for false numbers from clients, or ``"none"``. ``"above"`` excludes clients with numbers more than
-            about 128 times the round's median. ``"work"`` is for numbers that grow with the client's work, see
+        bounds: Server's check for implausible numbers, or ``"none"``. With ``"above"`` the limit is about 128 times the
+            round's median. ``"work"`` is for numbers that grow with the amount of training, see
             :attr:`ChannelRule.octaves`.
     """
 
@@ -55,7 +55,7 @@ class Channel:
     bounds: Literal["none", "above", "work"] = "none"
 
     def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
-        """Returns this channel's values in a client's update, by model entry.
+        """Returns this channel's values in a client's update, by parameter name.
 
         ``title`` is the channel's name, and ``state`` has the expected shapes. Raises ``BadUpdate`` for invalid values.
         """
@@ -80,9 +80,9 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """Numbers reported by a client, by channel and model entry.
+    """Numbers sent by a client, by channel and parameter name.
 
-    ``octaves`` contains each number's magnitude, as a power of two, for comparisons between clients.
+    ``octaves`` contains each number's size as a power of two, for comparisons between clients.
     """
 
     num_samples: int
@@ -92,12 +92,11 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Running sums over the updates of clients with similar reported numbers.
+    """Running sums over the updates of clients that sent similar numbers.
 
-    The server can find an implausible number only after all updates. Clients with numbers of different magnitude (power
-    of two) therefore have separate sums. Groups with implausible numbers are omitted at the end.
+    The server can find implausible numbers only after all updates. The sums with such numbers are then omitted.
 
-    ``running`` is the mean model, ``means`` has each channel's mean, and ``sums`` a rule's own sums by entry.
+    ``running`` is the mean model, and ``means`` has each channel's mean. Subclasses of the rule can add ``sums``.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)
@@ -116,15 +115,15 @@ class Part:
 
 @dataclass
 class ChannelVisit:
-    """One client's local training in a round, with the additional tensors (channels).
+    """One client's local training in a round, with the additional tensors of each channel.
 
     Attributes:
         parameters: Parameters shared with the server.
         start: The received model.
-        down: Tensors from the server, ``down[channel][entry]``.
+        down: Tensors from the server, by channel and parameter name.
         memory: Tensors kept on the client between rounds.
         up: Tensors for the server.
-        records: Last result of :meth:`ChannelRule.follow_step` by entry, after the training.
+        records: Last result of :meth:`ChannelRule.follow_step`, by parameter name.
         row: The client's index, if several clients train together on stacked tensors.
         steps: Number of optimizer steps.
     """
@@ -146,14 +145,13 @@ class ChannelRule(AveragingAggregator):
     """Base class of averaging rules with additional tensors in messages.
 
     :attr:`channels` describes these tensors by name. A client calls :meth:`follow_step` in every optimizer step, and
-    :meth:`end_visit` after the training. The server calls :meth:`finish` after the round's last update.
+    :meth:`end_visit` after local training. The server calls :meth:`finish` after the round's last update.
 
     Attributes:
-        octaves: Limit for channels with ``bounds="work"``. The server divides a client's number by the client's work,
-            and compares the quotient with the round's median. A client is excluded if the factor between both exceeds
-            ``2 ** octaves``, for both measures of work.
-        work: Two measures of each client's work: planned epochs, and epochs times examples. With ``local_steps`` both
-            are the planned steps.
+        octaves: Limit for channels with ``bounds="work"``. The server divides each number by the client's work. Clients
+            more than a factor ``2 ** octaves`` from the round's median are excluded.
+        work: Two measures of each client's work: epochs, and epochs times examples. With ``local_steps``, both are the
+            number of steps. Only clients beyond the limit in both measures are excluded.
 
     Example:
         >>> class LastGradient(ChannelRule):
@@ -192,11 +190,11 @@ class ChannelRule(AveragingAggregator):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Called in every optimizer step for each parameter, for example to sum gradients.
+        """Called in every optimizer step for each parameter, before the correction, for example to sum gradients.
 
-        The result is passed to the next step as ``record``, and finally stored in ``visit.records``. In the first step
-        ``record`` is ``None``. The gradient includes the loss scale ``scale``, and excludes the term from
-        :meth:`correct`. ``group`` and ``state`` are the parameter's optimizer group and optimizer state.
+        The result is the ``record`` of the next step; the first ``record`` is ``None``. After training, the last result
+        is in ``visit.records``. Divide the gradient by ``scale``, the loss scale of mixed precision. ``group`` and
+        ``state`` are the parameter's optimizer group and optimizer state.
         """
         return record
 
@@ -240,8 +238,8 @@ class ChannelRule(AveragingAggregator):
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
         """Adds a client's update to the running sums ``part``.
 
-        ``up[channel][entry]`` contains the update's additional tensors. An override must refuse an invalid update
-        before any change to ``part``.
+        ``up`` contains the update's additional tensors, by channel and parameter name. An override must refuse an
+        invalid update before any change to ``part``.
         """
         self.add_to(part.running, update, self.weight(update))
         for title, values in up.items():
@@ -259,9 +257,9 @@ class ChannelRule(AveragingAggregator):
             self.parts.setdefault(key, Part()).merge(part)
 
     def join(self) -> Part:
-        """Returns the sum over all groups of clients, see :class:`Part`.
+        """Returns the sums over all clients.
 
-        If a client's numbers are implausible, discards the client's group and raises ``BadUpdates``.
+        If a client's numbers are implausible, omits this client's :class:`Part` and raises ``BadUpdates``.
         """
         self._exclude()
         if len(self.parts) == 1:

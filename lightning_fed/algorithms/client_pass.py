@@ -24,8 +24,8 @@ def pass_over_data(
 ) -> _Result | None:
     """Calls ``function`` once with an iterator over a client's training batches.
 
-    The pass does not change the random numbers used in training. ``function`` must return ``None`` if no batch had a
-    loss. Then, or if the data cannot be read, the result is ``None`` and ``planned.fault`` has the reason.
+    ``function`` must return ``None`` if no batch had a loss. Then, or if the data cannot be read, the result is
+    ``None`` and ``planned.fault`` has the reason.
     """
     faults: list[Exception] = []
     with seeded_generators(), closing(until_fault(population.one_pass(planned.visit, isolated=True), faults)) as data:
@@ -61,7 +61,10 @@ def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
 
 
 def refuse_rows(broadcast: Broadcast, method: str) -> None:
-    """Raises ``MisconfigurationException`` for a broadcast with only some rows of a table.
+    """Refuses a broadcast with only some rows of a tensor.
+
+    Raises:
+        MisconfigurationException: If the broadcast has only some rows of a tensor.
 
     Example:
         >>> import torch

@@ -34,19 +34,28 @@ class PersonalModel(GradientTerm):
 
     .. math:: g(v_i) + \lambda (v_i - x)
 
-    with the round's global model :math:`x`. After the personal epochs, module, optimizers and per-step schedulers
-    return to the end of the global epochs. The client's update therefore equals the update without this callback, bit
-    for bit. Evaluation uses :math:`v_i`, or before the client's first round the global model. Reference: Li et al.,
-    ICML 2021, Algorithm 1.
+    with the personal model's loss gradient :math:`g` and the round's global model :math:`x`. The client's update equals
+    the update without this callback bit for bit. Evaluation uses :math:`v_i`, or before the client's first round the
+    global model. Reference: Li et al., ICML 2021, Algorithm 1.
 
-    Personal entries of the federation (``personal``) have separate values in both models, without regulariser. Gradient
-    terms from other methods, such as SCAFFOLD, apply only in the global epochs. A client with NaN or infinite values in
-    :math:`v_i` is excluded from the round. ``train_loss`` includes the losses of both models.
+    Gradient terms from other methods, such as SCAFFOLD, apply only in the global epochs. ``train_loss`` includes the
+    losses of both models. A client with NaN or infinite values in :math:`v_i` is excluded from the round, and keeps the
+    previous :math:`v_i`.
 
     Args:
         lam: Strength :math:`\lambda`, at least 0.
-        global_epochs: Epochs for the global model, at least 1; the remaining ``local_epochs`` train the personal model.
-            A fit without remaining epochs, or with ``local_steps``, is refused.
+        global_epochs: Epochs for the global model, at least 1. The remaining ``local_epochs`` train the personal model.
+            ``local_steps`` is not supported.
+
+    Raises:
+        ValueError: If ``lam`` is negative or not finite, or ``global_epochs`` is below 1.
+        MisconfigurationException: In ``fit``, if no epochs remain for the personal model, if ``local_steps`` is set, or
+            if clients receive only some rows of a tensor.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> personal = PersonalModel(0.1, global_epochs=2)
+        >>> trainer = FederatedTrainer(max_rounds=10, local_epochs=4, callbacks=[personal], logger=False)
     """
 
     has_own_models = True
@@ -127,21 +136,21 @@ class Ditto(Method):
 
     .. math:: \min_{v_i} F_i(v_i) + \frac{\lambda}{2} \lVert v_i - x \rVert^2
 
-    In a round, a client trains the global model for ``local_epochs`` epochs, then the client's personal model for
-    ``personal_epochs`` epochs (:class:`~lightning_fed.callbacks.PersonalModel`). The global model and all messages
-    equal the results of ``aggregator`` without Ditto, bit for bit. Evaluation uses personal models. Reference: Li et
-    al., ICML 2021, Algorithm 1.
+    Here :math:`v_i` is the personal model of client :math:`i`, :math:`F_i` the client's loss, and :math:`x` the global
+    model. A client first trains the global model, and then the personal model
+    (:class:`~lightning_fed.callbacks.PersonalModel`). The global model equals the result of ``aggregator`` bit for bit.
+    Evaluation uses personal models. Reference: Li et al., ICML 2021, Algorithm 1.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client.
-    - Costs: ``personal_epochs`` more epochs per visit; by default twice the training.
+    - Costs: ``personal_epochs`` more epochs per round; by default twice the training.
     - For: heterogeneous clients that need personal models, also in federations with malicious clients.
 
     Args:
-        lam: Strength :math:`\lambda`. With 0, clients train separately; a large value keeps personal models near the
-            global model. The authors tune :math:`\lambda` in {0.05, 0.1, 0.2, 1, 2}.
-        local_epochs: Epochs per visit for training the global model.
-        personal_epochs: Epochs per visit for training the personal model; if ``None``, ``local_epochs``.
+        lam: Strength :math:`\lambda`. Large values keep personal models near the global model. The authors tune
+            :math:`\lambda` in {0.05, 0.1, 0.2, 1, 2}.
+        local_epochs: Epochs per round for the global model.
+        personal_epochs: Epochs per round for the personal model; by default ``local_epochs``.
         aggregator: Federated method for the global model, by name or as an object.
 
     Raises:

@@ -16,6 +16,8 @@ class FairAvg(Method):
 
     .. math:: w_{t+1} = \frac{1}{|S|} \sum_{k \in S} w_k
 
+    Here :math:`w_k` is a client's trained model, and :math:`S` contains the round's clients.
+
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: no additional computation.

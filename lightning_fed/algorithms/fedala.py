@@ -39,9 +39,9 @@ class AdaptiveAggregation(FederatedCallback):
 
     .. math:: \hat\theta_i = \theta_i + W_i \odot (\theta - \theta_i)
 
-    Only the last layers are mixed; all other layers are copied from the global model. The mixture combines the client's
-    last model :math:`\theta_i` and the global model :math:`\theta`. The elementwise weights :math:`W_i` are in [0, 1],
-    initially 1.
+    Training starts from :math:`\hat\theta_i`, a mixture of the client's last trained model :math:`\theta_i` and the
+    global model :math:`\theta`. Each element of the weights :math:`W_i` is in [0, 1], initially 1. Only the last layers
+    are mixed; all other layers are copied from the global model.
 
     Before each local training, one pass over a share of the client's data trains the weights. In the client's second
     round, the pass is repeated until the weights converge, at most 100 times. The first round starts from the global
@@ -50,17 +50,16 @@ class AdaptiveAggregation(FederatedCallback):
     .. math:: W_i \leftarrow \mathrm{clip} \left( W_i - \eta \, \nabla_{\hat\theta_i} F_i \odot (\theta - \theta_i),
         0, 1 \right)
 
-    ``training_step`` computes the weights' gradients in evaluation mode. Evaluation uses the client's last model,
-    initially the global model. A client with unreadable data is excluded from the round.
+    Here :math:`F_i` is the client's loss. Evaluation uses the client's last model, initially the global model.
 
     Args:
-        num_layers: Number of mixed layers, counted from the end. A layer is a module with shared trainable parameters.
+        num_layers: Number of mixed layers, counted from the end. Only layers with shared trainable parameters count.
         share: Share of the client's batches used to train the weights, in (0, 1].
         eta: Learning rate :math:`\eta` for the weights.
 
     Raises:
-        MisconfigurationException: Raised by ``fit`` if the module uses manual optimization or has fewer than
-            ``num_layers`` layers. Raised also if clients receive only some rows of an entry.
+        MisconfigurationException: In ``fit``, if the module uses manual optimization, or has fewer than ``num_layers``
+            such layers, or clients receive only some rows of a tensor.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -157,7 +156,9 @@ class _Mixture(NamedTuple):
 
 
 def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Returns the trainable parameters of a model's last layers, among the entries in ``state``.
+    """Returns the trainable parameters in a model's last layers.
+
+    Parameters without a value in ``state`` are ignored.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -182,21 +183,21 @@ def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tens
 class FedALA(Method):
     """Mixes the last layers of the global model and of the client's last model.
 
-    The weights are learned elementwise before each local training
-    (:class:`~lightning_fed.callbacks.AdaptiveAggregation`). Messages and averaging are as in ``aggregator``. Evaluation
-    uses each client's last model. Reference: Zhang et al., AAAI 2023.
+    Each parameter element has a mixing weight. The client learns these weights before each local training, see
+    :class:`~lightning_fed.callbacks.AdaptiveAggregation`. The server averages as in ``aggregator``. Evaluation uses
+    each client's last model. Reference: Zhang et al., AAAI 2023.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, and a weight for each element in the mixed layers.
-    - Costs: 1 pass over a share of a client's data per visit, with gradients; up to 100 passes in the client's second
-      visit.
+    - Costs: 1 pass over a share of a client's data per round, with gradients; up to 100 passes in the client's second
+      round.
     - For: clients with different label distributions; requires automatic optimization.
 
     Args:
-        num_layers: Number of mixed layers: the last layers of the model.
+        num_layers: Number of mixed layers, counted from the end of the model.
         share: Share of the client's batches used to train the weights, in (0, 1].
         eta: Learning rate for the mixing weights.
-        aggregator: The base method, by name or as an object.
+        aggregator: Federated method for averaging, by name or as an object.
 
     Example:
         >>> from lightning_fed import Federation

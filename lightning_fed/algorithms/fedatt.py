@@ -27,10 +27,9 @@ class FedAtt(AveragingAggregator):
     .. math:: s_k^l = \lVert w_t^l - w_k^l \rVert, \qquad \alpha^l = \mathrm{softmax}_k(s_k^l), \qquad
         w_{t+1}^l = w_t^l - \epsilon \sum_k \alpha_k^l (w_t^l - w_k^l) + \beta z^l, \quad z^l \sim \mathcal{N}(0, I)
 
-    A layer :math:`l` is one state dict entry (a weight or a bias), with the value :math:`w_t^l` in the global model and
-    :math:`w_k^l` on client :math:`k`. Dataset sizes have no effect. The distance is the Euclidean norm; the authors'
-    program uses the spectral norm for matrices. Integer entries and BatchNorm's running statistics are averaged as in
-    :class:`FedAvg`. Reference: Ji et al., IJCNN 2019.
+    A layer :math:`l` is one weight or bias, with the value :math:`w_t^l` in the global model and :math:`w_k^l` on
+    client :math:`k`. :math:`s_k^l` is the Euclidean distance, and :math:`\alpha_k^l` the client's weight. BatchNorm's
+    running statistics are averaged as in :class:`FedAvg`. Reference: Ji et al., IJCNN 2019.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -38,10 +37,10 @@ class FedAtt(AveragingAggregator):
     - For: federations in which clients with larger changes should have more influence.
 
     Args:
-        step_size: Step size :math:`\epsilon`, positive. With 1 the new global model is the weighted mean of the client
-            models. Larger values move the global model beyond this mean.
-        noise: Standard deviation :math:`\beta`; the authors use 0.001. The noise does not guarantee privacy.
-        seed: Seed for the noise, combined with the round.
+        step_size: Step size :math:`\epsilon`. With 1 the new global model is the weighted mean of the client models.
+        noise: Standard deviation :math:`\beta` of the noise :math:`z^l`; the authors use 0.001. The noise does not
+            guarantee privacy.
+        seed: Seed for the noise.
 
     Raises:
         ValueError: If ``step_size`` is not positive, or ``noise`` or ``seed`` is negative.
@@ -107,9 +106,9 @@ def _is_layer(name: str, value: Tensor) -> bool:
 
 
 class SoftmaxMean:
-    """Running mean of model states, weighted by a softmax over scores.
+    """Running mean over client models, weighted by a softmax over scores.
 
-    Each state has one score per entry. Two means can be merged.
+    Each tensor in a model has a separate score.
     """
 
     def __init__(self) -> None:

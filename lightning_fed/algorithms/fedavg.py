@@ -19,14 +19,16 @@ class FedAvg(AveragingAggregator):
 
     .. math:: w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k
 
+    Here :math:`w_k` is a client's trained model, and :math:`n_k` the client's number of examples.
+
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: no additional computation.
     - For: any federation; the baseline for other methods.
 
     Args:
-        row_weighting: If clients receive only some rows of a parameter: a row's summed change is divided by the total
-            weight over all clients (``"global"``), or over the clients with this row (``"per_row"``).
+        row_weighting: Average for tensors with only some rows on each client. ``"global"`` divides a row's summed
+            changes by the weight of all clients, ``"per_row"`` by the weight of clients with this row.
 
     Raises:
         ValueError: If ``row_weighting`` is unknown.

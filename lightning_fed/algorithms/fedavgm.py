@@ -20,21 +20,21 @@ class FedAvgM(Method):
 
     .. math:: v_{t+1} = \beta v_t + (w_t - \bar w), \qquad w_{t+1} = w_t - \alpha v_{t+1}, \qquad v_0 = 0
 
-    The method uses :class:`ServerOptimizer` with ``torch.optim.SGD``. If the mean client update is the same in every
-    round, the model moves :math:`1 / (1 - \beta)` times as far as with averaging. Reference: Hsu et al., 2019,
-    "FedAvgM".
+    Here :math:`w_t` is the global model, :math:`\bar w` the mean client model, and :math:`v_t` the momentum. The method
+    uses :class:`ServerOptimizer` with ``torch.optim.SGD``. With equal client updates in every round, the model
+    moves :math:`1 / (1 - \beta)` times as far as with averaging. Reference: Hsu et al., 2019, "FedAvgM".
 
     - Sends: 1 model down, 1 up.
-    - Keeps: 2 models on the server (one vector in float64).
+    - Keeps: 2 models on the server.
     - Costs: no additional computation.
-    - For: clients with different label distributions, and small cohorts.
+    - For: clients with different label distributions, and rounds with few clients.
 
     Args:
         lr: Server learning rate :math:`\alpha`.
         momentum: Momentum :math:`\beta`; the authors tune :math:`\beta` in {0, 0.7, 0.9, 0.97, 0.99, 0.997}.
         nesterov: Whether to use Nesterov momentum.
         aggregator: Federated method for :math:`\bar w`, by name or as an object.
-        lazy_rows: See :class:`ServerOptimizer`.
+        lazy_rows: Whether rows without training in a round stay unchanged, see :class:`ServerOptimizer`.
     """
 
     def __init__(

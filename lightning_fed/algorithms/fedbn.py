@@ -14,8 +14,7 @@ from lightning_fed.rule import Aggregator
 class FedBN(Method):
     """Averages all layers except BatchNorm; each client keeps separate BatchNorm layers.
 
-    BatchNorm layers are recognised by type, not by name. A model without BatchNorm is refused. Reference: Li et al.,
-    ICLR 2021.
+    Reference: Li et al., ICLR 2021.
 
     - Sends: the model without BatchNorm layers, both ways.
     - Keeps: BatchNorm layers per client.

@@ -26,15 +26,15 @@ class FedDyn(ChannelRule):
     .. math:: h \leftarrow h - \frac{\alpha}{N} \sum_{i \in S} (y_i - x), \qquad
         x \leftarrow \frac{1}{|S|} \sum_{i \in S} y_i - \frac{h}{\alpha}
 
-    :math:`x` is the global model, :math:`y_i` a trained client model, :math:`S` the round's clients, and :math:`N` the
-    number of all clients; :math:`h` starts at 0. Clients add :math:`\alpha (y - x) - g_i` to the gradients of shared
-    parameters. Each client keeps :math:`g_i`, initially 0:
+    Here :math:`x` is the global model, :math:`y_i` a trained client model, :math:`S` the round's clients, and :math:`N`
+    the number of all clients. The correction :math:`h` starts at 0. In local training, clients add
+    :math:`\alpha (y - x) - g_i` to the gradients, with the current local model :math:`y`. Each client keeps
+    :math:`g_i`, initially 0:
 
     .. math:: g_i \leftarrow g_i - \alpha (y_i - x)
 
-    The logged loss excludes this gradient term. Clients have equal weights. By default (``batch_norm="auto"``),
-    BatchNorm statistics are measured with :math:`x`, because averaged statistics would not match :math:`x`. Reference:
-    Acar et al., ICLR 2021, Algorithm 1.
+    The logged loss excludes this gradient term. By default, clients measure BatchNorm statistics again with the new
+    global model. Reference: Acar et al., ICLR 2021, Algorithm 1.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, 1 model on the server.
@@ -65,10 +65,9 @@ class FedDyn(ChannelRule):
         self.alpha = check_positive("alpha", alpha)
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        r"""Returns :math:`\alpha x + g_i` for each parameter, with the received model :math:`x`.
+        r"""Returns :math:`\alpha x + g_i` for each parameter.
 
-        Clients add :math:`\alpha y` minus this value to the gradients of the current model :math:`y`. The client stores
-        :math:`g_i` between rounds.
+        Here :math:`x` is the received model, and :math:`g_i` is stored on the client between rounds.
         """
         corrections, gradients = {}, visit.memory["feddyn"]
         for name, parameter in visit.parameters.items():

@@ -35,25 +35,26 @@ _BATCH_SIZES = 3
 class FedNova(ChannelRule):
     r"""Averages client updates per local step, so clients with more steps have no larger influence.
 
-    .. math:: x \leftarrow x - \tau \sum_i p_i \Delta_i, \qquad \Delta_i = \frac{x - y_i}{\lVert a_i \rVert_1}, \qquad
-        \tau = \sum_i p_i \lVert a_i \rVert_1
+    .. math:: x \leftarrow x - \tau \sum_i p_i \frac{x - y_i}{\ell_i}, \qquad \tau = \sum_i p_i \ell_i
 
     Here :math:`x` is the global model, :math:`y_i` a client's trained model, and :math:`p_i` the client's share of all
-    examples. The client's *length* :math:`\lVert a_i \rVert_1` of a parameter measures the local steps. For plain SGD,
-    the length is the sum of the learning rates over all steps. In general, the client finds the length by simulating
-    the optimizer with gradient 1. The simulation includes momentum :math:`\rho`, learning rates :math:`\eta_k` and the
-    strength :math:`\mu` of a proximal term. The length is :math:`d_K` after the last step :math:`K`:
+    examples. The length :math:`\ell_i` measures the client's local training. For plain SGD, the length is the sum of
+    the learning rates over all steps. With momentum or a proximal term, the client simulates these steps with
+    gradient 1. Each simulated step k updates the momentum buffer :math:`b_k` and the distance :math:`d_k` from the
+    start, both initially 0:
 
-    .. math:: b_k = \rho b_{k-1} + (1 - \mu d_{k-1}), \qquad d_k = d_{k-1} + \eta_k b_k
+    .. math:: b_k = \rho b_{k-1} + (1 - \mu d_{k-1}), \qquad d_k = d_{k-1} + \eta_k b_k, \qquad \ell_i = d_K
 
-    At a constant rate, this is :math:`\eta` times the paper's value; the factor :math:`\eta` cancels in the average.
-    Reference: Wang et al. 2020, equations 8 to 10.
+    Here :math:`\rho` is the momentum, :math:`\mu` the strength of the proximal term, :math:`\eta_k` the learning rate,
+    and :math:`K` the number of steps. Nesterov momentum and dampening change the recursion as in SGD. At a constant
+    rate :math:`\eta`, the length is :math:`\eta` times the paper's :math:`\lVert a_i \rVert_1`. Reference: Wang et al.
+    2020, equations 8 to 10.
 
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
     server excludes clients with implausible lengths. The paper's server momentum is
     ``FedAvgM(momentum=0.9, aggregator="fednova")``.
 
-    - Sends: 1 model down, 1 up (and one number per entry).
+    - Sends: 1 model down, 1 up (and one number per parameter).
     - Keeps: nothing.
     - Costs: no additional computation.
     - For: clients with unequal numbers of steps, because of dataset sizes or stragglers; requires SGD.
@@ -63,7 +64,7 @@ class FedNova(ChannelRule):
 
     Raises:
         MisconfigurationException: In ``fit``, if an optimizer is not ``torch.optim.SGD``, or clients keep the momentum
-            between rounds (``optimizer_state="keep"``), because the momentum contains gradients from earlier rounds.
+            between rounds (``optimizer_state="keep"``).
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -114,10 +115,7 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Simulates the next SGD step with gradient 1.
-
-        Returns the simulated momentum and a list with the length after each step so far.
-        """
+        """Simulates the next SGD step with gradient 1. Returns the momentum buffer, and the change after each step."""
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length
@@ -131,7 +129,7 @@ class FedNova(ChannelRule):
         return momentum, lengths
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Sends the step length (:class:`FedNova`) for each shared parameter; 0 without optimizer steps."""
+        """Sends the length :math:`d_K` (:class:`FedNova`) for each shared parameter; 0 without optimizer steps."""
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad or name in visit.records:
                 _, lengths = visit.records.get(name, (0.0, [0.0] * max(1, visit.steps)))
@@ -160,13 +158,10 @@ class FedNova(ChannelRule):
 
 
 class _NormalisedSum:
-    """Weighted sum of one entry's client updates, divided by step lengths.
-
-    If all step lengths are equal, the result equals FedAvg bit for bit.
-    """
+    """Weighted sum of one parameter's client updates, each divided by the client's length."""
 
     def __init__(self) -> None:
-        self.first = 0.0
+        self.first = 0.0  # a_1: for equal lengths all factors are 1, as in FedAvg
         self.values: Tensor | None = None  # sum over n_i (a_1 / a_i) y_i
         self.weights = 0.0  # sum over n_i (a_1 / a_i)
         self.lengths: list[tuple[float, float]] = []  # n_i and a_i by client

@@ -24,8 +24,6 @@ SecondMoment: TypeAlias = Literal["adagrad", "adam", "yogi"]
 class AdaptiveOptimizer(Optimizer):
     r"""Adagrad, Adam and Yogi as defined in the FedOpt paper, for use in :class:`ServerOptimizer`.
 
-    With the gradient :math:`g_t = -\Delta_t`:
-
     .. math:: m_t = \beta_1 m_{t-1} + (1 - \beta_1) \Delta_t, \qquad
         w_{t+1} = w_t + \eta \frac{m_t}{\sqrt{v_t} + \tau}
 
@@ -34,16 +32,18 @@ class AdaptiveOptimizer(Optimizer):
         \text{adam: } v_t = \beta_2 v_{t-1} + (1 - \beta_2) \Delta_t^2 \\
         \text{yogi: } v_t = v_{t-1} - (1 - \beta_2) \Delta_t^2 \, \mathrm{sign}(v_{t-1} - \Delta_t^2)
 
-    with :math:`m_{-1} = 0` and :math:`v_{-1} = \tau^2`. Unlike ``torch.optim.Adam``, the moments have no bias
-    correction. Reference: Reddi et al., ICLR 2021, Algorithm 2.
+    Here :math:`w_t` is the model, :math:`\Delta_t` the mean client update (the negative gradient), :math:`m_t` the
+    first moment, and :math:`v_t` the second. The initial values are :math:`m_{-1} = 0` and :math:`v_{-1} = \tau^2`.
+    Unlike in ``torch.optim.Adam``, the moments have no bias correction. Reference: Reddi et al., ICLR 2021, Algorithm
+    2.
 
     Args:
-        params: Parameters or parameter groups.
+        params: Parameters or parameter groups, as in PyTorch.
         lr: Learning rate :math:`\eta`.
         beta1: Decay :math:`\beta_1` for the first moment.
         beta2: Decay :math:`\beta_2` for the second moment; unused by Adagrad.
-        tau: Adaptivity :math:`\tau`; a smaller value is more adaptive.
-        second_moment: Formula for the second moment :math:`v_t`: ``"adagrad"``, ``"adam"`` or ``"yogi"``.
+        tau: Constant :math:`\tau`. A smaller value is more adaptive.
+        second_moment: Formula for the second moment.
 
     Example:
         >>> w = torch.tensor(1.0, requires_grad=True)
@@ -107,20 +107,19 @@ def _second_moment(moment: Tensor, square: Tensor, kind: SecondMoment, beta2: fl
 class FedAdagrad(Method):
     """Federated averaging with Adagrad on the server.
 
-    The method uses :class:`ServerOptimizer` with the paper's Adagrad (:class:`AdaptiveOptimizer`). Reference: Reddi et
-    al., ICLR 2021.
+    :class:`AdaptiveOptimizer` contains the equations. Reference: Reddi et al., ICLR 2021.
 
     - Sends: 1 model down, 1 up.
-    - Keeps: 4 models on the server (two vectors in float64).
+    - Keeps: both moments on the server, in float64.
     - Costs: no additional computation.
     - For: sparse gradients, as in embeddings.
 
     Args:
-        lr: Server learning rate; the authors tune server and client rate on a grid with powers of ten.
-        beta1: Decay for the first moment; the authors use 0.
-        tau: Adaptivity; a smaller value is more adaptive.
-        aggregator: The averaging method, by name or as an object; ``"fairavg"`` in the paper.
-        lazy_rows: See :class:`ServerOptimizer`.
+        lr: Server learning rate. The authors try powers of ten for server and client rate.
+        beta1: Decay for the first moment.
+        tau: Constant in the denominator. A smaller value is more adaptive.
+        aggregator: The averaging method, by name or as an object. The paper uses ``"fairavg"``.
+        lazy_rows: Whether untrained rows stay unchanged, see :class:`ServerOptimizer`.
 
     Example:
         >>> FedAdagrad(lr=0.01).steps[0].optimizer_kwargs["lr"]
@@ -143,22 +142,21 @@ class FedAdagrad(Method):
 class FedAdam(Method):
     """Federated averaging with Adam on the server.
 
-    The method uses :class:`ServerOptimizer` with the paper's Adam (:class:`AdaptiveOptimizer`). This Adam has no bias
-    correction, unlike ``ServerOptimizer("Adam", lr=0.1, betas=(0.9, 0.99), eps=1e-3)``. Reference: Reddi et al., ICLR
-    2021.
+    :class:`AdaptiveOptimizer` contains the equations. Unlike ``torch.optim.Adam``, this Adam has no bias correction.
+    Reference: Reddi et al., ICLR 2021.
 
     - Sends: 1 model down, 1 up.
-    - Keeps: 4 models on the server (two vectors in float64).
+    - Keeps: both moments on the server, in float64.
     - Costs: no additional computation.
     - For: parameters with updates on different scales, as in language models.
 
     Args:
-        lr: Server learning rate; the authors tune server and client rate on a grid with powers of ten.
+        lr: Server learning rate. The authors try powers of ten for server and client rate.
         beta1: Decay for the first moment.
         beta2: Decay for the second moment.
-        tau: Adaptivity; a smaller value is more adaptive.
-        aggregator: The averaging method, by name or as an object; ``"fairavg"`` in the paper.
-        lazy_rows: See :class:`ServerOptimizer`.
+        tau: Constant in the denominator. A smaller value is more adaptive.
+        aggregator: The averaging method, by name or as an object. The paper uses ``"fairavg"``.
+        lazy_rows: Whether untrained rows stay unchanged, see :class:`ServerOptimizer`.
 
     Example:
         >>> fedadam = FedAdam().steps[0]
@@ -183,21 +181,21 @@ class FedAdam(Method):
 class FedYogi(Method):
     """Federated averaging with Yogi on the server.
 
-    The method uses :class:`ServerOptimizer` with the paper's Yogi (:class:`AdaptiveOptimizer`). Unlike in Adam, the
-    second moment changes slowly. Reference: Reddi et al., ICLR 2021.
+    Unlike in Adam, the second moment changes at most by a fraction of the squared update per round.
+    :class:`AdaptiveOptimizer` contains the equations. Reference: Reddi et al., ICLR 2021.
 
     - Sends: 1 model down, 1 up.
-    - Keeps: 4 models on the server (two vectors in float64).
+    - Keeps: both moments on the server, in float64.
     - Costs: no additional computation.
     - For: the uses of FedAdam, if FedAdam's step sizes vary too much.
 
     Args:
-        lr: Server learning rate; the authors tune server and client rate on a grid with powers of ten.
+        lr: Server learning rate. The authors try powers of ten for server and client rate.
         beta1: Decay for the first moment.
         beta2: Decay for the second moment.
-        tau: Adaptivity; a smaller value is more adaptive.
-        aggregator: The averaging method, by name or as an object; ``"fairavg"`` in the paper.
-        lazy_rows: See :class:`ServerOptimizer`.
+        tau: Constant in the denominator. A smaller value is more adaptive.
+        aggregator: The averaging method, by name or as an object. The paper uses ``"fairavg"``.
+        lazy_rows: Whether untrained rows stay unchanged, see :class:`ServerOptimizer`.
 
     Example:
         >>> [type(step).__name__ for step in FedYogi(aggregator="fairavg").steps]

@@ -33,11 +33,12 @@ class FedPer(Method):
     - For: clients whose labels have different meanings or frequencies.
 
     Args:
-        head: Personal entries: name pattern (``"head.*"``), module type, or several; ``"auto"`` finds the classifier.
+        head: Layers of the head: a name pattern (``"head.*"``), a module type, or several. The default is the
+            classifier.
         aggregator: Federated method for the base, by name or as an object.
 
     Raises:
-        ValueError: In ``fit``, if a selector matches nothing, or if ``"auto"`` cannot identify the classifier.
+        ValueError: In ``fit``, if ``head`` matches nothing, or the classifier is not found.
 
     Example:
         >>> from lightning_fed import Federation

@@ -14,22 +14,23 @@ from lightning_fed.numerics.row_sums import RowWeighting
 
 @register
 class FedProx(Method):
-    r"""Average weighted by the number of examples, of client models trained with a proximal term.
+    r"""Federated averaging with a proximal term in local training.
 
     .. math:: \min_w F_k(w) + \frac{\mu}{2} \lVert w - w_t \rVert^2, \qquad
         w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k
 
-    Here :math:`F_k` is client k's loss, :math:`w_t` the global model and :math:`n_k` the number of examples. The method
-    adds :class:`~lightning_fed.callbacks.ProximalTerm`, which also works with other rules. The paper's treatment of
-    stragglers is ``partial_work="keep"``, the default. Reference: Li et al., MLSys 2020, Algorithm 2.
+    Here :math:`F_k` is client k's loss, :math:`w_k` the trained model, :math:`w_t` the global model and :math:`n_k` the
+    number of examples. :class:`~lightning_fed.callbacks.ProximalTerm` also works with other methods. By default,
+    unfinished training of slow clients counts, as in the paper (``partial_work="keep"``). Reference: Li et al.,
+    MLSys 2020, Algorithm 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: no additional computation.
-    - For: heterogeneous clients with long visits, and federations with stragglers.
+    - For: heterogeneous clients with long local training, and slow clients.
 
     Args:
-        mu: Strength :math:`\mu`; 0 gives FedAvg. The authors tune :math:`\mu` in {0.001, 0.01, 0.1, 0.5, 1}.
+        mu: Strength :math:`\mu`. 0 gives FedAvg. The authors tune :math:`\mu` in {0.001, 0.01, 0.1, 0.5, 1}.
         row_weighting: Divisor for a row's summed change, see :class:`FedAvg`.
 
     Raises:

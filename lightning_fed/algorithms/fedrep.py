@@ -26,18 +26,16 @@ from lightning_fed.rule import Aggregator
 class HeadThenBody(FederatedCallback):
     """Trains the personal head in the first local epochs, and then the shared body.
 
-    The head consists of the federation's personal entries, the body of the shared entries. While the head trains, the
-    body is frozen, and vice versa. Frozen parameters have no gradient, so momentum and weight decay do not change these
-    parameters. BatchNorm's running statistics change in both phases. Parameters frozen by the user stay frozen. A
-    straggler that stops during the head's epochs sends the body unchanged. Reference: Collins et al., ICML 2021,
-    Algorithm 1.
+    The head consists of the parameters in the federation's option ``personal``, and the body of all other parameters.
+    While the head trains, the body is frozen, and vice versa. BatchNorm's running statistics change in both phases.
+    Reference: Collins et al., ICML 2021, Algorithm 1.
 
     Args:
-        head_epochs: Epochs for the head, at least 1; the remaining ``local_epochs`` train the body.
+        head_epochs: Epochs for the head, at least 1. The remaining ``local_epochs`` train the body.
 
     Raises:
-        MisconfigurationException: In ``fit``, if ``local_epochs`` leaves no epoch for the body, or the module has no
-            personal or no shared parameters.
+        MisconfigurationException: In ``fit``, if ``local_epochs`` is smaller than ``head_epochs``, ``local_steps`` is
+            set, or the head or the body has no trainable parameters.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -119,8 +117,8 @@ class FedRep(Method):
     epochs (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent. Reference: Collins et al., ICML
     2021.
 
-    After the last round the authors train each client's head once more on the final body. To train such a round, resume
-    from the last checkpoint with ``body_epochs=0`` and all clients in the cohort.
+    After the last round the authors train each client's head once more on the final body. For such a round, resume from
+    the last checkpoint with all clients and ``body_epochs=0``.
 
     - Sends: the model without the head, both ways.
     - Keeps: a head per client.
@@ -128,17 +126,16 @@ class FedRep(Method):
     - For: clients with similar inputs whose labels have different meanings or frequencies.
 
     Args:
-        head: Personal entries: name pattern (``"head.*"``), module type, or several; ``"auto"`` finds the classifier.
-        head_epochs: Epochs per round for the head, at least 1; by default 10, or if ``local_epochs`` is given, the
-            remaining epochs.
-        body_epochs: Epochs per round for the body, possibly 0; by default 1, or if ``local_epochs`` is given, the
-            remaining epochs.
-        local_epochs: Sum of ``head_epochs`` and ``body_epochs``; may be omitted if both are given.
+        head: Layers of the head: a name pattern (``"head.*"``), a module type, or several. The default is the
+            classifier.
+        head_epochs: Epochs per round for the head, at least 1, by default 10.
+        body_epochs: Epochs per round for the body, at least 0, by default 1.
+        local_epochs: Sum of ``head_epochs`` and ``body_epochs``. If given, an omitted ``head_epochs`` or
+            ``body_epochs`` is the rest; if both are omitted, ``body_epochs`` is 1.
         aggregator: Federated method for the body, by name or as an object.
 
     Raises:
-        ValueError: If ``head_epochs`` is below 1 or ``body_epochs`` below 0, or the sum differs from ``local_epochs``;
-            in ``fit``, if a selector matches nothing.
+        ValueError: If the numbers of epochs are invalid, or ``head`` matches nothing.
 
     Example:
         >>> from lightning_fed import Federation

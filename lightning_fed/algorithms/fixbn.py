@@ -12,11 +12,11 @@ from lightning_fed.rule import Aggregator
 
 @register
 class FixBN(Method):
-    """Federated averaging in two stages: ordinary rounds, then rounds with fixed BatchNorm statistics.
+    """Federated averaging with fixed BatchNorm statistics in the later rounds.
 
-    In the first stage BatchNorm normalises with batch statistics, and running statistics are averaged like all entries.
-    In the second stage the global statistics are fixed and are also used for normalisation in training, so clients and
-    server compute the same function. BatchNorm weights and biases continue to train. Reference: Zhong et al., 2023.
+    In the first rounds, the running statistics are averaged like all parameters. Afterwards, the running statistics are
+    fixed, and BatchNorm also uses these in training. BatchNorm weights and biases continue to train. Reference: Zhong
+    et al., 2023.
 
     - Sends: the model, both ways.
     - Keeps: nothing.
@@ -24,7 +24,7 @@ class FixBN(Method):
     - For: models with BatchNorm, and clients with missing classes.
 
     Args:
-        after: Number of rounds in the first stage. The paper uses half of all rounds.
+        after: Number of rounds before the statistics are fixed. The paper uses half of all rounds.
         aggregator: Federated method for averaging, by name or as an object.
 
     Example:

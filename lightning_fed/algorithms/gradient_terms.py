@@ -19,10 +19,10 @@ from lightning_fed.numerics.precision import as_real
 
 
 class GradientTerm(FederatedCallback):
-    """Adds a term to the gradients of every optimizer step in a client's training. A subclass implements :meth:`term`.
+    """Adds a term to the gradients in every optimizer step of a client's training.
 
-    ``tensors`` maps parameters to tensors for use in :meth:`term`, such as the received global model. A subclass sets
-    ``tensors`` before a client's training. After the training, the dictionary is empty.
+    A subclass implements :meth:`term`. Before a client's training the subclass sets ``tensors``, a tensor for each
+    parameter, such as the received global model. After the training, the dictionary is empty.
     """
 
     def __init__(self) -> None:
@@ -69,8 +69,8 @@ def add_to_gradients(
 def add_to_gradient(gradient: Tensor, term: Tensor, scale: float) -> None:
     """Adds ``scale * term`` to a gradient, in place.
 
-    The term is a dense tensor. A sparse gradient receives only the term's nonzero rows. For a complex gradient, the
-    term has the shape of the real view (``view_as_real``).
+    The term is a dense tensor, also for a sparse gradient. For a complex gradient, the term is real, as in
+    ``view_as_real``.
 
     Example:
         >>> gradient = torch.tensor([[0.0, 0.0], [5.0, 5.0], [0.0, 0.0]]).to_sparse(1)

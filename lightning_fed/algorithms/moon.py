@@ -37,22 +37,20 @@ class ContrastiveTerm(RevertingCallback, FederatedCallback):
 
     .. math:: \ell = - \mu \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
 
-    Here :math:`z` are an example's features from the current model, :math:`z_g` from the broadcast model, and
+    Here :math:`z` are an example's features from the current model, :math:`z_g` from the received global model, and
     :math:`z_p` from the client's last model. A client's first round has no contrastive loss. Feature maps and tokens
-    are averaged over positions, and the loss over the batch. ``training_step`` and the logged loss do not change. Each
-    forward pass requires two additional passes through the extractor. Reference: Li et al., CVPR 2021, equations 3 and
-    4.
+    are averaged over positions. ``training_step`` and the logged loss do not change. Reference: Li et al., CVPR 2021,
+    equations 3 and 4.
 
     Args:
         mu: Strength :math:`\mu`, at least 0; 0 disables the term.
         temperature: Temperature :math:`\tau`, positive.
-        layer: Name of the layer that outputs the features, or ``"auto"`` for the classifier's input, see
-            :func:`~lightning_fed.modules.find_extractor`.
-        network: Name of the module called with the data; ``"auto"`` searches for the module.
+        layer: Name of the layer with the features as output. By default, the features are the classifier's input.
+        network: Name of the module called with the data, by default found automatically.
 
     Raises:
-        MisconfigurationException: In ``fit``, if the network is compiled or does not run the layer, if ``"auto"`` finds
-            no classifier, or if clients receive only some rows of an entry.
+        MisconfigurationException: In ``fit``, if the network is compiled or does not run the layer, no classifier is
+            found, or clients receive only parts of a parameter.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -185,27 +183,25 @@ def _pooled(features: Tensor, channels_last: bool) -> Tensor:
 
 @register
 class MOON(Method):
-    r"""MOON (model-contrastive federated learning): adds a contrastive loss on features to local training.
+    r"""Adds a contrastive loss on features to local training (MOON, model-contrastive federated learning).
 
-    The callback :class:`~lightning_fed.callbacks.ContrastiveTerm` adds the loss. With ``mu=0`` the method equals
-    ``aggregator`` bit for bit. Reference: Li et al., CVPR 2021, Algorithm 1.
-
-    The authors compare the output of a projection head between extractor and classifier. For this variant, add a
-    projection head to the model and pass its name as ``layer``.
+    :class:`~lightning_fed.callbacks.ContrastiveTerm` explains the loss. The authors compare the output of a projection
+    head before the classifier. For this variant, add a projection head to the model and pass its name as ``layer``.
+    With ``mu=0`` the method equals ``aggregator`` bit for bit. Reference: Li et al., CVPR 2021, Algorithm 1.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client.
-    - Costs: two additional forward passes through the extractor per batch, and two copies of the extractor.
+    - Costs: per batch, two additional forward passes through the layers before the classifier; two copies of these.
     - For: image data, and clients with different label distributions that participate often.
 
     Args:
-        mu: Strength :math:`\mu`; the authors tune :math:`\mu` in {0.1, 1, 5, 10}.
-        temperature: Temperature :math:`\tau`.
-        layer: Name of the layer with the features as output, or ``"auto"``.
+        mu: Strength of the loss. The authors try 0.1, 1, 5 and 10.
+        temperature: Temperature in the loss.
+        layer: Name of the layer with the features as output. By default, the features are the classifier's input.
         aggregator: The base method, by name or as an object.
 
     Raises:
-        ValueError: If ``mu`` is negative, ``temperature`` is not positive, or one of these is not finite.
+        ValueError: If ``mu`` or ``temperature`` is invalid.
 
     Example:
         >>> from lightning_fed import Federation

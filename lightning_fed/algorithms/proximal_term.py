@@ -16,12 +16,11 @@ class ProximalTerm(GradientTerm):
 
     .. math:: w \leftarrow w - \eta \left( \nabla F_k(w) + \mu (w - w_t) \right)
 
-    Here :math:`F_k` is client k's loss, :math:`\eta` the learning rate, and :math:`w_t` the broadcast model. The term
-    is added before clipping with ``gradient_clip_val``. With manual optimization the term is added in
-    ``optimizer.step()``. Personal and frozen parameters have no term. Reference: Li et al., MLSys 2020, Algorithm 2.
+    Here :math:`F_k` is client k's loss, :math:`w` the local model, :math:`\eta` the learning rate, and :math:`w_t` the
+    global model at the start of the round. The term is added before clipping with ``gradient_clip_val``. Personal and
+    frozen parameters have no term. Reference: Li et al., MLSys 2020, Algorithm 2.
 
-    **The module logs the loss** :math:`F_k(w)` **without the term**, so ``train_loss`` stays comparable between
-    methods. A sparse gradient (``nn.Embedding(sparse=True)``) stays sparse.
+    The logged training loss does not include the term.
 
     Args:
         mu: Strength :math:`\mu`, at least 0; 0 disables the term.

@@ -38,26 +38,26 @@ class QFFL(ChannelRule):
 
     Here :math:`x` is the global model, :math:`y_k` client k's model after local training, and :math:`p_k` client k's
     share of the examples. :math:`F_k` is the global model's mean ``training_step`` loss on client k's data, measured in
-    an additional pass in evaluation mode. The server excludes a client with a loss above 128 times the round's median.
-    Reference: Li et al., ICLR 2020, Algorithm 2.
+    evaluation mode. The summed updates :math:`\Delta_k` are divided by the summed terms :math:`h_k`. The exponent
+    :math:`q` and the constant :math:`L` are arguments. Reference: Li et al., ICLR 2020, Algorithm 2.
 
-    The objective is :math:`\sum_k p_k F_k^{q+1} / (q + 1)`. The authors sample clients with probabilities :math:`p_k`
-    and average with equal weights. Here clients are sampled uniformly and weighted by :math:`p_k`. With ``q=0`` the
-    weights equal FedAvg's weights bit for bit. Buffers are averaged with weights :math:`p_k F_k^q`.
+    The objective is :math:`\sum_k p_k F_k^{q+1} / (q + 1)`. Clients are sampled uniformly and weighted by :math:`p_k`;
+    the authors use :math:`p_k` for sampling instead. With ``q=0`` the weights equal FedAvg's weights bit for bit.
+    Buffers are averaged with weights :math:`p_k F_k^q`. The server excludes a client with a loss above 128 times the
+    round's median.
 
     - Sends: 1 model down, 1 up (and a number).
     - Keeps: nothing.
-    - Costs: 1 pass over a client's data per round, without gradients.
+    - Costs: 1 evaluation on a client's data per round.
     - For: better results on the worst clients. Requires automatic optimization.
 
     Args:
         q: Exponent, at least 0; larger values increase the weight of large losses. The authors use 0.001 to 5.
-        lipschitz: Constant :math:`L`, positive; if ``None``, the inverse of the optimizers' learning rate at the start
-            of the round.
+        lipschitz: Constant :math:`L`, positive; by default 1 divided by the learning rate at the start of the round.
 
     Raises:
         MisconfigurationException: In ``fit``, if the module uses manual optimization, or if ``lipschitz`` is ``None``
-            and the optimizers have several learning rates or a zero learning rate.
+            and learning rates differ or are zero.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo

@@ -14,10 +14,10 @@ _SECOND = 0x94D049BB133111EB - 2**64
 
 @torch.no_grad()
 def sample_hashes(samples: Tensor) -> Tensor:
-    """Computes a 64-bit hash for each sample, int64 with shape ``(N,)``.
+    """Computes a 64-bit hash for each of N samples.
 
-    Among n different samples, a collision has a probability near n^2 / 2^65. The hash is not cryptographic: collisions
-    can be constructed.
+    The result is int64 with shape ``(N,)``. Among n different samples, two have the same hash with a probability near
+    n^2 / 2^65. The hash is not cryptographic.
 
     Example:
         >>> samples = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])

@@ -20,33 +20,31 @@ from lightning_fed.numerics.precision import as_real, at_least_float32, cast_bac
 
 @register
 class SCAFFOLD(ChannelRule):
-    r"""Average over the clients' models; control variates correct the gradients in local training.
+    r"""Averages client models, and corrects gradients in local training by control variates.
 
     .. math:: y \leftarrow y - \eta (g - c_i + c), \qquad x \leftarrow \frac{1}{|S|} \sum_{i \in S} y_i, \qquad
         c \leftarrow c + \frac{1}{N} \sum_{i \in S} (c_i^+ - c_i)
 
     Here :math:`x` is the global model, and :math:`y_i` client i's model, trained with gradients :math:`g` and learning
     rate :math:`\eta`. :math:`S` are the round's clients, and :math:`N` is the number of all clients. The control
-    variates :math:`c` (server) and :math:`c_i` (client) start at 0. After local training with :math:`K` steps
+    variates :math:`c` (server) and :math:`c_i` (client) start at 0. After :math:`K` local steps with gradients
+    :math:`g_k`, client i's new control variate
 
     .. math:: c_i^+ = \frac{1}{K} \sum_k g_k
 
-    is the mean gradient without the correction. For plain SGD this mean equals the paper's option II. The mean also
-    works with other optimizers, weight decay and learning-rate schedules. Reference: Karimireddy et al., ICML 2020,
-    Algorithm 1.
+    is the mean gradient without the correction. For plain SGD this equals the paper's option II. Reference: Karimireddy
+    et al., ICML 2020, Algorithm 1.
 
-    The correction applies to shared parameters. The logged loss excludes the correction. Buffers are averaged.
-    Checkpoints contain ``control``, the server's control variate. For the paper's global step size use a server
-    optimizer: ``ServerOptimizer("SGD", "scaffold", lr=0.5)``.
+    Only gradients of shared parameters are corrected. Buffers are averaged. For the paper's global step size use a
+    server optimizer, such as ``ServerOptimizer("SGD", "scaffold", lr=0.5)``.
 
     - Sends: 2 models down, 2 up.
     - Keeps: 1 model per client, 1 model on the server.
     - Costs: no additional computation.
-    - For: heterogeneous clients with long visits that participate often.
+    - For: heterogeneous clients with long local training that participate often.
 
     Args:
-        weighting: Client weights: equal (``"uniform"``, as in the paper) or by number of examples (``"examples"``, as
-            in NIID-Bench). Control variates always have equal weights.
+        weighting: Client weights: equal (``"uniform"``, as in the paper) or by number of examples (``"examples"``).
 
     Raises:
         ValueError: If ``weighting`` is unknown.

@@ -29,21 +29,20 @@ class ServerOptimizer(UpdateStep):
 
     .. math:: g_t = w_t - \bar w, \qquad w_{t+1} = \mathrm{step}(w_t, g_t)
 
-    The result with SGD and ``lr=1`` equals the clients' mean bit for bit. :class:`FedAvgM`, :class:`FedAdagrad`,
-    :class:`FedAdam` and :class:`FedYogi` use this step. Checkpoints contain the optimizer state. Reference: Reddi et
-    al., ICLR 2021, Algorithm 1.
+    Here step is the optimizer's update. SGD with ``lr=1`` returns the clients' mean bit for bit. :class:`FedAvgM`,
+    :class:`FedAdagrad`, :class:`FedAdam` and :class:`FedYogi` use this class. Checkpoints contain the optimizer state.
+    Reference: Reddi et al., ICLR 2021, Algorithm 1.
 
     The optimizer changes only trainable parameters. Frozen layers and buffers are set to the aggregation rule's result.
 
     Args:
-        optimizer: Optimizer class, or the name in ``torch.optim``. The optimizer must not need a closure (unlike
-            ``LBFGS``).
-        lazy_rows: Whether rows without training in a round stay unchanged, if clients receive only some rows of an
-            entry. If false, momentum still moves these rows.
+        optimizer: Optimizer class, or the name in ``torch.optim``. Optimizers that need a closure are not supported.
+        lazy_rows: Whether rows of a tensor that no client trained in a round stay unchanged. Otherwise momentum still
+            moves these rows.
         **optimizer_kwargs: Arguments for the optimizer. Set ``lr``, because the default is meant for local training.
 
     Raises:
-        ValueError: If the optimizer is unknown or refuses the arguments, or the rule has several global models.
+        ValueError: If the optimizer is unknown or refuses the arguments, or the method has several global models.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo

@@ -15,7 +15,7 @@ from lightning_fed.rule import Aggregator
 
 @register
 class SiloBN(Method):
-    """Averages all entries except BatchNorm's running statistics, which stay on the clients.
+    """Averages the model except BatchNorm's running statistics, which stay on the clients.
 
     BatchNorm weights and biases are averaged. Each client normalises with the mean and variance of the local data.
     Reference: Andreux et al., DART 2020.
@@ -26,8 +26,8 @@ class SiloBN(Method):
     - For: clients with different input statistics that can share all weights.
 
     Args:
-        unseen: Normalisation of data from clients without statistics, see :class:`~lightning_fed.LocalStatistics`.
-        aggregator: Federated method for the shared entries, by name or as an object.
+        unseen: Normalisation for clients without statistics, see :class:`~lightning_fed.LocalStatistics`.
+        aggregator: Federated method for the shared tensors, by name or as an object.
 
     Raises:
         ValueError: In ``fit``, if the model has no BatchNorm.

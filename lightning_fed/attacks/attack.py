@@ -22,8 +22,8 @@ class Attack:
     """Base class of simulated attacks by some malicious clients.
 
     Args:
-        clients: Malicious clients by name, or a number of clients drawn from all clients.
-        seed: Seed for drawing clients and for the attack.
+        clients: Names of the malicious clients, or the number of clients to draw at random.
+        seed: Seed for drawing clients and for random attacks.
 
     Raises:
         ValueError: If an argument is invalid; in a fit, if a client is unknown or clients are too few.

@@ -35,7 +35,7 @@ class DataAttack(Attack, FederatedCallback):
 class LabelFlip(DataAttack):
     """Malicious clients train with flipped labels: class ``c`` becomes ``num_classes - 1 - c``.
 
-    The second element of a batch contains integer labels of any shape. Other values (``ignore_index``) are unchanged.
+    The integer labels are the second element of a batch. Labels of no class, such as ``ignore_index``, stay unchanged.
 
     Args:
         clients: Malicious clients, or the number to draw.
@@ -65,12 +65,12 @@ class Backdoor(DataAttack):
     """Malicious clients train the model to assign images with a trigger to a target class.
 
     The trigger is a square in the lower right corner. In a malicious client's batch, the first images receive the
-    trigger and the target label. Each validation adds the trigger to images from other classes, and logs
-    ``backdoor/success_rate``: the fraction that the global model assigns to the target class. In combination with
-    :class:`Scaling` the attack is called model replacement.
+    trigger and the target label. Validation logs ``backdoor/success_rate``: the fraction of images with a trigger that
+    the global model assigns to the target class. Images from the target class are not counted. Together with
+    :class:`Scaling`, the attack is called model replacement.
 
     A batch contains images, shape ``(batch, channels, height, width)``, and labels, shape ``(batch,)``. The module
-    returns logits for images, shape ``(batch, classes)``.
+    returns logits, shape ``(batch, classes)``.
 
     Args:
         clients: Malicious clients, or the number to draw.

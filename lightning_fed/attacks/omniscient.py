@@ -21,9 +21,9 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 class HonestSteps:
-    """Running mean and standard deviation over the honest clients' updates in a round, and one of these updates.
+    """Mean and standard deviation over the honest clients' updates in a round.
 
-    A hash of the clients' names determines this update, ``first``.
+    Also stores one of these updates, ``first``.
 
     Example:
         >>> honest = HonestSteps()
@@ -104,12 +104,12 @@ class OmniscientAttack(AttackStep, CollectingStep):
 
 
 class IPM(OmniscientAttack):
-    r"""Inner-product manipulation (IPM): malicious clients send the negative mean of honest updates.
+    r"""Malicious clients send the negative mean of honest updates (inner-product manipulation, IPM).
 
     .. math:: u = - \tau \bar u
 
-    Here :math:`\bar u` is the honest updates' mean. With small :math:`\tau` the average keeps its direction but
-    shrinks, and malicious updates look normal. With large :math:`\tau` the average reverses its direction.
+    Here :math:`\bar u` is the mean of the honest updates. A small :math:`\tau` shrinks the average, and malicious
+    updates look normal. A large :math:`\tau` reverses the average.
 
     Args:
         clients: Malicious clients, or the number to draw.
@@ -132,11 +132,11 @@ class IPM(OmniscientAttack):
 
 
 class ALIE(OmniscientAttack):
-    r"""A Little Is Enough (ALIE): malicious clients deviate slightly from the honest mean in every coordinate.
+    r"""Malicious clients deviate slightly from the honest mean in every coordinate ("A Little Is Enough").
 
     .. math:: u = \bar u + z \, \sigma(u)
 
-    Mean :math:`\bar u` and standard deviation :math:`\sigma(u)` are over the honest updates.
+    Here :math:`\bar u` and :math:`\sigma(u)` are the mean and the standard deviation of the honest updates.
 
     Args:
         clients: Malicious clients, or the number to draw.
@@ -162,8 +162,7 @@ class ALIE(OmniscientAttack):
 class Mimic(OmniscientAttack):
     """Malicious clients copy one honest client's update, to increase this client's weight in the average.
 
-    Each copy is plausible. The attack matters most for heterogeneous data. A hash of the clients' names determines the
-    copied client.
+    The attack matters most for heterogeneous data.
 
     Args:
         clients: Malicious clients, or the number to draw.

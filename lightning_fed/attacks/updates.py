@@ -31,7 +31,9 @@ class UpdateAttack(AttackStep, ABC):
 
 
 class SignFlip(UpdateAttack):
-    """Malicious clients send :math:`w_t - s (w_k - w_t)`, for global model :math:`w_t` and trained model :math:`w_k`.
+    """Malicious clients send the update with the opposite sign.
+
+    The sent model is :math:`w_t - s (w_k - w_t)`, for global model :math:`w_t` and trained model :math:`w_k`.
 
     Args:
         clients: Malicious clients, or the number to draw.
@@ -52,9 +54,10 @@ class SignFlip(UpdateAttack):
 
 
 class Scaling(UpdateAttack):
-    """Malicious clients send :math:`w_t + s (w_k - w_t)`, for global model :math:`w_t` and trained model :math:`w_k`.
+    """Malicious clients multiply the update by a factor.
 
-    If s equals the number of averaged clients, the malicious model replaces the global model.
+    The sent model is :math:`w_t + s (w_k - w_t)`, for global model :math:`w_t` and trained model :math:`w_k`. If
+    :math:`s` equals the number of averaged clients, the malicious model replaces the global model.
 
     Args:
         clients: Malicious clients, or the number to draw.
@@ -77,12 +80,12 @@ class Scaling(UpdateAttack):
 
 
 class GaussianNoise(UpdateAttack):
-    r"""Malicious clients send noise as their update: :math:`w_t + \sigma z, z \sim \mathcal{N}(0, I)`.
+    r"""Malicious clients send the global model plus Gaussian noise instead of the trained model.
 
     Args:
         clients: Malicious clients, or the number to draw.
-        std: Standard deviation :math:`\sigma` per coordinate.
-        seed: Seed for drawing clients and for the noise, which depends on client and round.
+        std: Standard deviation of the noise per coordinate.
+        seed: Seed for drawing clients and for the noise.
 
     Raises:
         ValueError: If ``std`` is negative.
@@ -123,7 +126,7 @@ class BadValues(UpdateAttack):
 
     Args:
         clients: Malicious clients, or the number to draw.
-        kind: ``"nan"``, ``"inf"`` (both always excluded), or ``"huge"`` (the largest finite number of the dtype).
+        kind: ``"nan"``, ``"inf"``, or ``"huge"`` (the largest finite number).
         seed: Seed for drawing clients.
 
     Raises:

@@ -48,10 +48,10 @@ KNOWN_VERSIONS = ("2.5.", "2.6.")
 
 
 class BatchLoop:
-    """Trains many batches within one call of the hook ``on_train_batch_end``, faster than Lightning's loop.
+    """Trains on batches faster than Lightning's loop, within one call of ``on_train_batch_end``.
 
-    Hooks, counters and logged values are equal to Lightning's loop. For manual optimization, gradient accumulation,
-    loss scaling or a module with ``optimizer_step``, the batch loop calls Lightning's optimization code.
+    Hooks, counters and logged values are the same as in Lightning's loop. For manual optimization, gradient
+    accumulation, loss scaling or a module with ``optimizer_step``, the batch loop calls Lightning's optimization code.
     """
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -256,7 +256,7 @@ class BatchLoop:
 def build_batch_loop(fit: FederatedFit) -> BatchLoop | None:
     """Returns the fast training loop, or ``None`` if only Lightning's loop is possible.
 
-    The log states the reason for Lightning's loop. With ``visits="fused"``, an error is raised instead.
+    The log states the reason. With ``visits="fused"``, an error is raised instead.
     """
     trainer = fit.trainer
     obstacle = find_obstacle(trainer, fit.module, fit.has_one_client)
@@ -299,8 +299,7 @@ def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_one_client:
 def shorten_log(trainer: L.Trainer) -> OverriddenMethod:
     """Replaces the module's ``log`` in training batches by a faster method with the same results.
 
-    If options and device are unchanged since the last call, the method only updates the running value. The returned
-    object restores ``log``.
+    The returned object restores ``log``.
     """
     results, known = trainer.fit_loop.epoch_loop._results, dict[str, Any]()  # noqa: SLF001
 

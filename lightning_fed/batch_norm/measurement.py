@@ -108,21 +108,20 @@ def warn_of_monitors(fit: FederatedFit) -> None:
 
 
 def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float], str | None]:
-    """Measures BatchNorm statistics of the new global model on the clients after a round, and pools the statistics.
+    """Measures and pools BatchNorm statistics of the new global model on the clients, after a round.
 
-    Each client passes the local data once through the model. BatchNorm layers normalise with batch statistics, as in
-    training; all other layers are in evaluation mode. The client reports means and variances, which count as traffic of
-    the round. If no client reports, the global model has the averages of the clients' running statistics.
+    Each client passes the local data once through the model, and reports means and variances. BatchNorm layers
+    normalise with batch statistics, and all other layers are in evaluation mode. If no client reports, the global model
+    has the averages of the clients' running statistics.
 
     With ``batch_norm="auto"``, the first reports decide if statistics are pooled or separate
     (:func:`decide_statistics`). In a cluster, each client measures with the cluster's model. If a callback averages
-    weights over steps, the clients also measure with the averaged model. Frozen layers do not change. A robust rule
-    also excludes outlying reports.
+    weights over steps, the clients also measure with the averaged model. Robust aggregation excludes outlying reports.
 
     Returns:
-        A dictionary and a fault. The dictionary contains ``fed/batch_norm_shift``, the largest shift of a layer
-        (:func:`~lightning_fed.batch_norm.pooling.shift_between`), and is empty for fewer than two reports. The fault
-        describes invalid pooled statistics, or is ``None``. With a fault the round fails.
+        Metrics and a fault. With at least two reports, the metrics contain ``fed/batch_norm_shift``, the largest value
+        of :func:`~lightning_fed.batch_norm.pooling.shift_between` over the layers. The fault describes invalid pooled
+        statistics, or is ``None``. With a fault the round fails.
     """
     server, layers = fit.server, measured_layers(fit)
     if not fit.batch_norm.is_reported or not layers or forward_step(fit.module) is None:
@@ -256,9 +255,9 @@ def _find_first_shift(
 def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]], shifts: Mapping[str, float]) -> None:
     """Decides once per fit whether clients have separate BatchNorm statistics or share pooled statistics.
 
-    ``shifts`` maps each layer to the difference between the clients' inputs
-    (:func:`~lightning_fed.batch_norm.pooling.shift_between`). Statistics are separate if the first layer's shift, minus
-    the shift expected by chance, exceeds :data:`LARGE_SHIFT`. With too few reports, a later round decides.
+    ``shifts`` contains :func:`~lightning_fed.batch_norm.pooling.shift_between` for each layer. Statistics are separate
+    if the first layer's shift, minus the shift expected by chance, exceeds :data:`LARGE_SHIFT`. With too few reports, a
+    later round decides.
     """
     cohort = fit.cohort
     is_first, size = not fit.batch_norm.num_measured, len(cohort.visits) + len(cohort.dropped)
@@ -305,9 +304,8 @@ def load_own_model(
 ) -> State | None:
     """Loads a client's model for evaluation, with BatchNorm statistics measured by the client.
 
-    - Stored statistics are used if measured with the weights in ``state``, or if ``measure_round`` is ``None``.
-    - Otherwise the client measures again on the training data, in round ``measure_round``.
-    - Without access to these data, old statistics are not used, and a warning is logged once.
+    Uses stored statistics if measured with the weights in ``state``, or if ``measure_round`` is ``None``. Otherwise the
+    client measures again on the training data, in round ``measure_round``. Without these data, a warning is logged.
 
     Returns newly measured statistics, or ``None`` without a new measurement.
     """
@@ -344,15 +342,15 @@ def load_own_model(
 
 
 def adapt(module: ModuleType, batches: Iterable[Any], inputs: BatchKey = None) -> ModuleType:
-    """Copies a module, and adapts the copy's BatchNorm statistics to unlabelled data from a new site (AdaBN).
+    """Copies a module, and adapts the copy's BatchNorm statistics to new data without labels (AdaBN).
 
     The data pass once through ``forward``, or through ``validation_step`` of a LightningModule without ``forward``.
-    Labels in the batches are ignored. The copy does not depend on this package.
+    The copy works without this package.
 
     Args:
         module: Any module with BatchNorm layers.
-        batches: The data, such as a ``DataLoader``.
-        inputs: The inputs in a batch: an index, a key, or a function of the batch; by default the first element.
+        batches: The data, such as a ``DataLoader``. Labels are ignored.
+        inputs: Index, key or function for the inputs in a batch; by default the first element.
 
     Returns:
         The copy, in evaluation mode.
@@ -507,9 +505,9 @@ def measure_statistics(
 ) -> list[tuple[Client, State]]:
     """Measures mean and variance of the inputs of BatchNorm ``layers`` in one pass over each client's data.
 
-    For each client in ``visits``, ``load`` loads the client's model into the module. ``limit_visit`` creates a context
-    for the measurement, such as a time limit. Returns the valid reports by client, and warns of invalid reports.
-    Afterwards the module contains the last client's model.
+    ``load`` loads the model of each client in ``visits`` into the module. ``limit_visit`` creates a context for the
+    measurement, such as a time limit. Returns the valid reports by client, and warns of invalid reports. Afterwards the
+    module contains the last client's model.
     """
     step, ranks = forward_step(module), process_group_of(trainer)
     if step is None:

@@ -28,8 +28,7 @@ _TAILS = 149.0  # kurtosis minus 1 for heavy tails, such as 2 % non-zero values;
 class InputStatistics:
     """Measures mean and variance of the inputs of BatchNorm layers over all batches, in float64.
 
-    The layers must be in training mode. :meth:`watching` sets their momentum to 1, and reads each batch's statistics
-    from the running statistics. The earlier running statistics are lost.
+    The layers must be in training mode. :meth:`watching` overwrites the running statistics.
     """
 
     def __init__(self, layers: Mapping[str, nn.BatchNorm2d]) -> None:
@@ -103,16 +102,16 @@ def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | Non
 def limit_counts(
     reports: Sequence[Mapping[str, Tensor]], reported: Sequence[int], counted: Sequence[int]
 ) -> list[State]:
-    """Limits the weights of clients in pooled statistics, because a client may report false numbers of values.
+    """Limits the weights of clients in pooled statistics, because a client may report false numbers.
 
     In each layer, client k's new weight is ``c * counted[k]``, at least 1. The factor c is the same for all clients:
     ``c = m * min(reported[k] / counted[k])``. Here m is the median over clients of ``count / reported[k]``, the number
     of values per example.
 
     Args:
-        reports: Client statistics from :meth:`InputStatistics.as_extras`, with the numbers of values (``count``).
+        reports: Client statistics from :meth:`InputStatistics.as_extras`, including ``count``, the number of values.
         reported: Number of examples reported by each client.
-        counted: Number of examples by client after the limits, see :class:`~lightning_fed.steps.WeightStep`.
+        counted: Number of examples by client after the limits of :class:`~lightning_fed.steps.WeightStep`.
     """
     limited: list[State] = [dict(report) for report in reports]
     for name in {name for report in reports for name in report if name.endswith(":count")}:
@@ -129,10 +128,9 @@ def pool_statistics(
 ) -> tuple[Tensor, Tensor] | None:
     """Pools mean and unbiased variance of a layer's input over all clients.
 
-    Returns ``None`` if no client used the layer. With f malicious clients (``num_malicious``), all clients count
-    equally, and each channel's f smallest and f largest values are excluded. The pooled mean is the mean of the
-    remaining client means. The variance is the mean squared distance between the remaining clients' inputs and the
-    pooled mean.
+    Returns ``None`` if no client used the layer. The pooled variance includes the differences between client means.
+    With f malicious clients (``num_malicious``), all clients count equally, and each channel's f smallest and f largest
+    values are excluded. The pooled mean is then the mean of the remaining client means.
 
     Example:
         >>> a = {"batch_norm:0:mean": torch.tensor([0.0]), "batch_norm:0:var": torch.tensor([1.0]),
@@ -160,19 +158,21 @@ def pool_statistics(
 def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0) -> float | None:
     r"""Measures the difference between the clients' inputs to a layer, from 0 to 1.
 
-    The result is the larger of two fractions, each averaged over the C channels with variance above 0. The first
-    fraction is the share of the total variance caused by differences between the clients' means. The second fraction is
-    the squared deviation of the clients' variances from the mean variance, relative to the squared variances:
+    The result is the larger of two values, each averaged over the C channels with variance above 0. The first value is
+    the share of the total variance caused by differences between the clients' means. The second value is the relative
+    squared deviation of the clients' variances from the mean variance:
 
     .. math:: \frac{1}{C} \sum_c \frac{\sum_k n_k (\mu_{kc} - \mu_c)^2}
               {\sum_k n_k \left(\sigma_{kc}^2 + (\mu_{kc} - \mu_c)^2\right)}, \qquad
               \frac{1}{C} \sum_c \frac{\sum_k n_k (\sigma_{kc}^2 - \bar{\sigma_c^2})^2}{\sum_k n_k \sigma_{kc}^4}.
 
-    Client k has :math:`n_k` values with mean :math:`\mu_{kc}` and variance :math:`\sigma_{kc}^2` in channel c. The
-    second numerator is reduced by the expected noise: a variance estimated from n values with kurtosis :math:`\kappa`
-    has variance :math:`(\kappa - 1) \sigma^4 / n`; :math:`\kappa = 150` is assumed. With f malicious clients, all
-    clients count equally, and each channel's f smallest and f largest means and variances are excluded. The result is
-    ``None`` for a single client, and if no channel has variance.
+    Client k has :math:`n_k` values with mean :math:`\mu_{kc}` and variance :math:`\sigma_{kc}^2` in channel c. Averages
+    over clients, weighted by :math:`n_k`, are :math:`\mu_c` and :math:`\bar{\sigma_c^2}`. The second numerator is
+    reduced by the expected noise: a variance estimated from n values with kurtosis :math:`\kappa` has variance
+    :math:`(\kappa - 1) \sigma^4 / n`, and :math:`\kappa = 150` is assumed. With f malicious clients, all clients count
+    equally, and each channel's f smallest and f largest means and variances are excluded.
+
+    Returns ``None`` for a single client, or if no channel has variance.
     """
     stacked = _stack_reports(reports, layer)
     if stacked is None:
@@ -189,6 +189,7 @@ def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malic
         (counts * (values - (counts * values).sum(0) / counts.sum()).square()).sum(0) for values in (means, variances)
     )
     within, squares = (counts * variances).sum(0), (counts * variances.square()).sum(0)
+    # A variance estimated from n values with kurtosis k has variance (k - 1) variance^2 / n.
     noise = _TAILS * ((1 - counts / counts.sum()) * variances.square()).sum(0)
     varies = within + between > 0
     if not bool(varies.any()):
@@ -228,11 +229,11 @@ def recalibrate_batch_norm(
 ) -> None:
     """Replaces BatchNorm's running statistics by statistics measured on data.
 
-    The data pass through the module once, in evaluation mode except for BatchNorm layers, which normalise with batch
-    statistics. Pass batches of the training size. Other tensors and unused layers do not change.
+    The data pass once through the module. BatchNorm layers normalise with batch statistics, and all other layers are in
+    evaluation mode. Use the batch size from training.
 
     Args:
-        module: Module, changed in place. Called with the inputs of each batch.
+        module: Module, changed in place.
         batches: Batches, such as a ``DataLoader``. Batches are moved to the module's device.
         inputs: Index, key or function for the inputs; by default the first element or a key such as ``"image"``.
         run: Function that runs the module on a batch; by default ``forward`` with the inputs.

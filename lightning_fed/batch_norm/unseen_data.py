@@ -43,10 +43,10 @@ class DataStatistics(UnseenStatistics):
 
 
 class UnseenData(RevertingCallback, FederatedCallback):
-    """Evaluates with BatchNorm statistics of the evaluation data: of each batch, or of a whole dataloader.
+    """Evaluates with BatchNorm statistics of the evaluation data.
 
-    This is for models without running statistics: the global model if clients have separate statistics, and the model
-    of a client without a measurement. Untrained layers, as in a frozen encoder, keep running statistics.
+    The statistics are from each batch or from a whole dataloader, and replace missing running statistics. For example,
+    the global model has none if clients have separate statistics. Frozen layers keep running statistics.
     """
 
     def __init__(self, find_fit: Callable[[], FederatedFit]) -> None:

@@ -23,10 +23,9 @@ class UnseenStatistics:
 
     Each layer uses the batch's mean and biased variance, as in training. Predictions depend on the batch, so use
     batches with many examples from one source. Layers in training mode or without running statistics are unchanged.
-    Compiled models run eagerly.
 
     Args:
-        module: The module. Its hooks remain until :meth:`remove` or the end of a ``with`` block.
+        module: The module, changed until :meth:`remove` or the end of a ``with`` block.
         layers: Names of BatchNorm layers; by default all BatchNorm layers.
 
     Attributes:

@@ -51,28 +51,27 @@ class OwnClassConfusion(PeriodicPictures):
     """Draws the global model's confusion matrix over each client's classes, in TensorBoard.
 
     A client with few of many classes can learn to separate these classes from all other classes, but still confuse
-    these classes with each other; the FedSS paper shows this collapse for ``"negonly"``. After a round, the global
-    model runs on the data of some clients, and predicts the class with the largest logit among the client's classes.
-    The colours show shares per row (true class), from 0 to 1. With matplotlib (extra ``demo``) the axes are labelled.
+    these classes with each other. After a round, the global model runs on the data of some clients, and predicts the
+    most probable class among the client's classes. The colours show shares per row (true class), from 0 to 1. With
+    matplotlib (extra ``demo``) the axes are labelled.
 
-    Any classifier works if ``pl_module(x)`` returns logits, shape ``(N, num_classes)``. The global model has the
-    client's personal entries. Weights, random states and logs do not change. If a client's data cannot be loaded, the
-    client is skipped.
+    The module must return logits, shape ``(N, num_classes)``, from ``pl_module(x)``. The global model is completed with
+    the client's personal parameters. A client without readable data is skipped.
 
     Pictures appear after the first round, and then every ``every_n_epochs`` rounds. The callback's state is
     ``last_epoch``, the round with the last pictures (an int, or None).
 
     Args:
-        clients: The clients, or a number for the first clients in the population.
+        clients: The clients, or the number n for the first n clients.
         every_n_epochs: Rounds between two pictures.
         class_names: Class names, starting with class 0; without ``target`` by default ``class_names`` or ``classes`` of
-            the module or the datamodule. Classes without a name are labelled by index.
-        target: Position of the labels in a batch: an index, a key, or a function of the batch; by default the labels
-            used in the loss, found in a trial step. Negative and ignored labels are skipped.
-        inputs: Inputs in a batch: an index, a key, or a function; by default the first element, or ``batch["image"]``.
+            the module or the datamodule.
+        target: Index, key or function for the labels in a batch; by default the labels used in the loss. Negative and
+            ignored labels are skipped.
+        inputs: Index, key or function for the inputs in a batch; by default the first element, or ``batch["image"]``.
 
     Attributes:
-        latest: Matrix by client from the last evaluated round; also available without a logger.
+        latest: Matrix by client from the last evaluated round.
 
     Raises:
         ValueError: If ``every_n_epochs`` is below 1 or ``clients`` is empty; in ``fit``, if a client is unknown, or the
@@ -191,10 +190,10 @@ class OwnClassConfusion(PeriodicPictures):
 
 
 def confusion_counts(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
-    """Counts a confusion matrix with predictions restricted to ``classes``, shape ``(k, k)``, int64, on the CPU.
+    """Computes a confusion matrix with predictions restricted to ``classes``.
 
-    Logits have shape ``(N, num_classes)``, and labels ``(N,)``. Negative labels are skipped. ``classes`` are increasing
-    and contain all labels.
+    Logits have shape ``(N, num_classes)``, labels ``(N,)``, and the result ``(k, k)`` for k classes. Negative labels
+    are skipped. ``classes`` are increasing and contain all labels.
     """
     if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape or logits.shape[-1] <= int(classes.max()):
         output = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

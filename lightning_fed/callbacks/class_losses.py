@@ -36,10 +36,10 @@ _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 
 @dataclass(frozen=True)
 class _Scores:
-    """Origin of a tensor with class scores: the layer with the scores, and the tensors in the layer's input.
+    """Origin of a tensor with class scores.
 
-    ``inputs`` are indices into the batch's tensors. ``voids`` are labels ignored in the loss, because the training step
-    has masked the positions with these labels.
+    ``layer`` computes the scores from the batch tensors with the indices ``inputs``. The loss ignores the labels in
+    ``voids``, because the training step masks positions with these labels.
     """
 
     layer: str
@@ -54,7 +54,7 @@ class _Labels:
     """Origin of a tensor computed from labels, such as one-hot vectors or a mask ``labels == 0``.
 
     ``fills`` contains replaced labels as pairs (old, new): (255, 0) for ``labels.masked_fill(labels == 255, 0)``. The
-    old label is ``None`` if the replaced labels are not a single known class.
+    old label is ``None`` if several or unknown labels are replaced.
     """
 
     leaves: frozenset[int]
@@ -70,10 +70,10 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Origin of a tensor in a training step: the batch tensors and losses from which the tensor was computed.
+    """Origin of a tensor in a training step.
 
-    ``leaves`` are indices of batch tensors, and ``losses`` indices of classification losses. ``product`` is set for an
-    elementwise product of probabilities and labels: the sum over the product is the loss with this index.
+    The tensor was computed from the batch tensors with indices ``leaves``, and the losses with indices ``losses``. For
+    an elementwise product of probabilities and labels, ``product`` is the index of the loss that sums the product.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -86,7 +86,7 @@ class _Origin:
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """Loss between labels and the class scores from the layer ``layer``.
+    """Loss between labels and the class scores from a layer.
 
     ``kind`` is ``"binary"`` (one output), ``"multilabel"`` (several classes per example) or ``"multiclass"``.
     ``labels`` are the positions of the labels in the batch; empty if ``training_step`` computes the labels. ``voids``
@@ -109,11 +109,9 @@ class ClassLoss:
 class ClassLosses:
     """Finds the classification losses in a training step, and the layers with the class scores.
 
-    Classification losses are cross-entropies, negative log-likelihoods, binary cross-entropies, and selections of each
-    label's score with ``gather``. Dice and focal losses are also found, as sums over products (or differences) of
-    probabilities and zero-one labels. Between layer and loss only simple operations are allowed, such as softmax,
-    masks, views, means, and elementwise operations with constants. The layer's input is not a label, even in an
-    autoencoder.
+    Classification losses are cross-entropies, binary cross-entropies, and negative log-likelihoods, also with
+    ``gather``. Dice and focal losses are also found, as sums over products (or differences) of probabilities and
+    zero-one labels. Between layer and loss only simple operations are allowed, such as softmax, masks and means.
 
     Example:
         >>> head, inputs, labels = nn.Linear(2, 3), torch.ones(4, 2), torch.tensor([0, 1, 2, 0])

@@ -49,41 +49,39 @@ class ClientSegmentations(L.Callback):
     """Scores the segmentations of each client by class, and draws the worst and the median image.
 
     Every ``every_n_epochs`` rounds, and in ``trainer.validate``, the global model runs on each client's validation
-    data, with the client's personal entries. The callback writes these files to ``folder``, and the pictures also to
+    data, with the client's personal parameters. The callback writes these files to ``folder``, and the pictures also to
     TensorBoard:
 
-    - ``scores.csv``: round, client, class, IoU and Dice for every class in the client's masks or predictions;
+    - ``scores.csv``: intersection over union (IoU) and Dice by round, client and class;
     - ``scores.md``: the last scores as a table, also logged at the end of a fit;
     - ``iou.png``: heat map with the IoU by client and class over the rounds;
-    - ``clients/<client>.png``: the images with the lowest and the median IoU (mean over the image's classes), next to
-      true mask, prediction and prediction entropy.
+    - ``clients/<client>.png``: the images with the lowest and the median IoU, next to true mask, prediction and
+      prediction entropy.
 
     The module receives images, shape ``(N, C, H, W)``, and returns logits ``(N, num_classes, H, W)``. For a binary task
     the logits have shape ``(N, 1, H, W)``, and scores are for class 1 only. Masks contain class indices, shape ``(N, H,
     W)`` or ``(N, 1, H, W)``. With one mask per class, shape ``(N, num_classes, H, W)``, scores are computed without
-    pictures. Weights, metrics and random states do not change. The callback's state has one entry per row in
-    ``scores.csv``.
+    pictures. The callback's state has one entry per row in ``scores.csv``.
 
     Args:
         every_n_epochs: Rounds between two evaluations.
         folder: Folder for the files; by default ``segmentation`` next to the Trainer's logs.
-        class_names: Class names; further classes are shown by index. For a binary task, the name of class 1, or both
-            names. By default ``class_names`` or ``classes`` of the module or the datamodule.
-        class_colors: Colour (red, green, blue; 0 to 255) per class; by default ``class_colors`` of the module or the
+        class_names: Class names, or the name of class 1 in a binary task; by default ``class_names`` or ``classes`` of
+            the module or the datamodule.
+        class_colors: Red, green and blue (0 to 255) of each class; by default ``class_colors`` of the module or the
             datamodule, or a palette.
-        mean: Mean subtracted by the data pipeline (one number per channel, or one number for all).
-        std: Standard deviation used as divisor by the data pipeline.
+        mean: Mean subtracted by the data pipeline, one number or one per channel.
+        std: Standard deviation used as divisor by the data pipeline, one number or one per channel.
         ignore_index: Class index of pixels without a label, or ``None``. ``"auto"``: in a fit, the label ignored by the
             loss, else 255 unless 255 is a class.
-        inputs: Position of the images in a batch: an index, key or function; by default common positions are tried.
-        target: Masks in a batch: an index, key or function; by default the labels in the loss, found by one traced
-            training step. With the default, ``trainer.validate`` before any fit computes no scores, and logs the
-            reason.
+        inputs: Index, key or function for the images in a batch; by default common positions are tried.
+        target: Index, key or function for the masks in a batch; by default the labels used in the loss. The default
+            needs a fit before ``trainer.validate``.
 
     Raises:
         ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` has an invalid colour.
-        MisconfigurationException: In ``fit`` and ``validate``, if the Trainer has no federation, the loss uses no
-            masks, a validation batch has another structure than a training batch, or a mask has an unknown label.
+        MisconfigurationException: In ``fit`` and ``validate``, if the Trainer has no federation, or if masks are
+            not found or contain an unknown label.
 
     Example:
         >>> callback = ClientSegmentations(every_n_epochs=10, class_names=["background", "tumour"])

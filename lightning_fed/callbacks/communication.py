@@ -26,7 +26,7 @@ class Traffic(NamedTuple):
     """Bytes and tensor elements exchanged with one client in one round, for one submodule (``part``).
 
     For earlier rounds, only sums over clients are stored, as client ``"(all)"``. The part ``"(extras)"`` contains a
-    method's extra tensors. The part ``"(request)"`` contains the row indices in a client's request for table rows.
+    method's extra tensors. The part ``"(request)"`` contains the indices of parameter rows requested by the client.
     """
 
     round: int
@@ -55,29 +55,28 @@ class PartTraffic(NamedTuple):
 
 
 class CommunicationReport(FederatedCallback):
-    r"""Measures the traffic by model part, and compares the traffic with federated averaging of the whole model.
+    r"""Measures the bytes sent per submodule, and compares with federated averaging of the whole model.
 
-    The callback counts the tensors in the server's messages, the clients' updates and requests for table rows. FedSS
-    sends :math:`|\varphi| + d |S_k|` numbers in each direction: the model without the last layer (:math:`\varphi`), and
-    :math:`d` numbers for each class in the client's request :math:`S_k`. Federated averaging would send all entries,
-    including personal and frozen entries. Messages outside training, for example for BatchNorm statistics, appear only
+    The callback counts the tensors in the server's messages, the clients' updates, and requests for parameter rows.
+    For example, FedSS sends :math:`|\varphi| + d |S_k|` numbers in each direction. These are the model without the last
+    layer (:math:`\varphi`), and :math:`d` numbers for each class in client k's request :math:`S_k`. Federated averaging
+    would send all parameters and buffers. Messages outside training, for example for BatchNorm statistics, appear only
     in ``comm/down_bytes`` and ``comm/up_bytes``.
 
-    ``comm/down_share`` and ``comm/up_share`` are logged every round: the bytes, divided by the bytes of federated
-    averaging. :meth:`table` shows means over clients and rounds per part. :attr:`rows` and :meth:`to_csv` contain
-    single rounds.
+    Every round, the callback logs the bytes divided by the bytes of federated averaging, as ``comm/down_share`` and
+    ``comm/up_share``. :meth:`table` shows means over clients and rounds. :attr:`rows` and :meth:`to_csv` contain single
+    rounds.
 
     Checkpoints contain ``rows`` (the fields of :class:`Traffic` per round, client and part). Early rounds have only
     sums over clients: for these rounds, ``visits`` contains the numbers of trained clients and received updates.
 
     Args:
-        parts: Prefixes of entry names, one per part (``["model.head"]``; an entry belongs to the longest matching
-            prefix). All other entries form the part ``"(rest)"``. By default the parts are the outermost submodules
-            (``net.head`` and ``net.body`` if all names begin with ``net.``).
+        parts: Prefixes of parameter and buffer names, one per part, such as ``["model.head"]``. Other tensors form the
+            part ``"(rest)"``. By default the parts are the outermost submodules.
         client_rounds: Number of recent rounds with separate values per client. For earlier rounds only sums are stored.
 
     Raises:
-        ValueError: If ``client_rounds`` is below 0; in ``fit``, if no entry matches a prefix.
+        ValueError: If ``client_rounds`` is below 0; in ``fit``, if no parameter or buffer matches a prefix.
         MisconfigurationException: In ``setup``, if the Trainer has no federation.
 
     Example:

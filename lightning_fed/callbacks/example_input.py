@@ -41,8 +41,8 @@ def training_batch(federation: Federation, client: Client | None = None, index: 
 def forward_inputs(module: nn.Module, batch: Any, inputs: BatchKey = None) -> Any:
     """Extracts arguments for the module's ``forward`` from a batch, with two examples if possible.
 
-    The inputs come from :func:`~lightning_fed.features.batches.find_inputs`. For a dictionary batch, they can be the
-    values with the argument names of ``forward``. Otherwise the whole batch is returned.
+    The inputs come from :func:`~lightning_fed.features.batches.find_inputs`, or from the values of a dictionary batch
+    with the argument names of ``forward``. Otherwise the whole batch is returned.
     """
     parameters = inspect.signature(module.forward).parameters
     is_positional = any(parameter.kind in _POSITIONAL for parameter in parameters.values())

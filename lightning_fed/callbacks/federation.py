@@ -68,41 +68,41 @@ _LEAST_AT_ONCE = 4  # in smaller cohorts, clients at once gain nothing (measurem
 class Federation(TrainerCallback):
     r"""Federated training on an ordinary Trainer: one epoch is one round.
 
-    Inside an epoch the round's clients train one after another in the same module, each starting from the server's
-    broadcast. At the end the server aggregates. For ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint``
-    and learning-rate schedulers with epoch interval, an epoch is a round.
+    Inside an epoch the round's clients train one after another in the same module. Each client starts from the global
+    model. At the end the server aggregates. For ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint`` and
+    learning-rate schedulers with epoch interval, an epoch is a round.
 
     Args:
         method: Federated method: a name, with options if needed (``"fedss:num_negatives=40"``), a
-            :class:`~lightning_fed.Method`, or the server's rule. The object is copied. Arguments that the method sets
+            :class:`~lightning_fed.Method`, or an aggregation rule. The object is copied. Arguments that the method sets
             cannot be passed.
         partition: Split of the training data into clients; ``None`` if the data are a
             :class:`~lightning_fed.data.FederatedDataModule`.
         clients_per_round: Number of clients in a round (int) or fraction of all (float in (0, 1]).
-        local_epochs: Passes over a client's data in a visit (one client's training in a round).
-        local_steps: Batches in a visit; replaces ``local_epochs``.
-        personal: Entries that stay on each client and are never averaged: name patterns (``"head.*"``) and module
-            types.
-        frozen: Entries that are neither trained nor transmitted: patterns and types as for ``personal``. Parameters
-            without gradient are always frozen.
+        local_epochs: Passes over a client's data in one round.
+        local_steps: Batches per client in one round; replaces ``local_epochs``.
+        personal: Parameters and buffers that stay on each client and are never averaged: name patterns (``"head.*"``)
+            and module types.
+        frozen: Parameters and buffers that are neither trained nor sent: patterns and types as for ``personal``.
+            Parameters without gradient are always frozen.
         batch_norm: Treatment of BatchNorm's running statistics. ``"recalibrate"``: the clients measure statistics with
             each new global model, and the server pools the statistics. :class:`~lightning_fed.LocalStatistics`:
             separate statistics for each client. ``"auto"``: one of these two, chosen after the first round by the
-            difference between the clients' statistics. ``"average"``: averaged like all entries. ``"personal"``: whole
+            difference between the clients' statistics. ``"average"``: averaged like parameters. ``"personal"``: whole
             BatchNorm layers stay on the clients (FedBN). :class:`~lightning_fed.FixedStatistics`: fixed after some
             rounds. ``"frozen"``: the initial statistics, also in training.
-        optimizer_state: Initial optimizer state in a visit: new (``"reset"``), or from the client's last visit
-            (``"keep"``).
-        availability: Stragglers, and clients that never report (:class:`~lightning_fed.Availability`).
+        optimizer_state: Optimizer state at the start of local training: new (``"reset"``), or from the client's last
+            round (``"keep"``).
+        availability: Slow clients, and clients that never report (:class:`~lightning_fed.Availability`).
         faults: Limits on failures of clients (:class:`~lightning_fed.Faults`).
-        store: Storage for client state between visits: a folder (for many clients), a
+        store: Storage for client state between rounds: a folder (for many clients), a
             :class:`~lightning_fed.client.client_store.ClientStore`, or by default memory.
-        visits: Loop for the visits' batches. All loops have equal results. ``"lightning"``: Lightning's loop.
-            ``"fused"``: a faster loop that skips unused hooks. ``"auto"``: fused if possible.
-            :class:`~lightning_fed.Vectorized`: several clients at once. ``"fastest"``: measures several numbers of
-            clients at once, and uses the fastest.
-        steps: Update steps between a client's training and the new global model (:mod:`lightning_fed.steps`), in order
-            of execution on the client, after the method's steps. The objects are copied.
+        visits: Loop for local training. All loops have equal results. ``"lightning"``: Lightning's loop. ``"fused"``: a
+            faster loop that skips unused hooks. ``"auto"``: fused if possible. :class:`~lightning_fed.Vectorized`:
+            several clients at once. ``"fastest"``: the number of clients at once from benchmarks, by model, cohort and
+            device.
+        steps: Steps between local training and the new global model, such as clipping (:mod:`lightning_fed.steps`), in
+            order of execution on the client. The method's steps run first on the client. The objects are copied.
         seed: Seed for the partition and the choice of clients; by default the seed from ``seed_everything``, or 0.
 
     Attributes:
@@ -110,20 +110,19 @@ class Federation(TrainerCallback):
         options: Options for a fit: the arguments combined with the method's settings.
         method: The federation's copy of the method. The method's callbacks are added to the Trainer, except classes
             already present.
-        has_lost_entries: True if the evaluated checkpoint needs personal entries already deleted from ``store``.
+        has_lost_entries: True if ``store`` cannot restore the clients' tensors for the evaluated checkpoint.
         server: The server. Results are in ``server.rule`` and ``steps``, not in the objects passed as arguments.
 
     Raises:
-        ValueError: If an argument is out of range or set by the method, or a selector matches nothing.
-        TypeError: If ``method`` is neither a name nor a method nor a rule, or cannot be copied, or if ``partition`` is
-            not a partition.
+        ValueError: If an argument is out of range or set by the method, or a pattern or type matches nothing.
+        TypeError: If ``method`` or ``partition`` has an invalid type, or if ``method`` cannot be copied.
         MisconfigurationException: In ``setup``, if a Trainer setting is invalid in a round. In ``fit``, if
-            ``visits="fused"`` but fused visits are not possible.
+            ``visits="fused"`` is set but not possible.
 
     Note:
-        Attributes outside ``state_dict`` (of module, callbacks, optimizers and schedulers) keep their values from visit
-        to visit. A warning names changed attributes that can affect later visits. Buffers with ``persistent=False``
-        start every visit with the round's initial values.
+        Attributes outside ``state_dict`` (of module, callbacks, optimizers and schedulers) keep their values from
+        client to client. A warning names changed attributes that can affect later clients. Buffers with
+        ``persistent=False`` start with the round's initial values on every client.
 
         Checkpoints contain the state of the federation: completed rounds, seed, method, clients, update steps, client
         store, and the choice for ``batch_norm="auto"``.
@@ -299,17 +298,17 @@ class Federation(TrainerCallback):
         return dict(self._fit.policies)
 
     def client_state(self, client: Client) -> dict[str, Any]:
-        """Returns a client's model as a state dict: the global model with the client's personal entries.
+        """Returns a client's model: the global state dict with the client's personal tensors.
 
         After ``trainer.validate`` or ``trainer.test`` with a checkpoint, the state comes from the checkpoint. Before a
-        client's first round, personal entries have the server's initial values. Raises ``RuntimeError`` before the
-        clients are known and during a round, and ``ValueError`` for an unknown client.
+        client's first round, personal tensors have the initial values. Raises ``RuntimeError`` before the clients are
+        known and during a round, and ``ValueError`` for an unknown client.
         """
         module = None if self._trainer is None else self._trainer.lightning_module
         return client_state(self._fit, module, client, self._loop.open_round is not None)
 
     def client_model(self, client: Client) -> L.LightningModule:
-        """Copies the module as a client's model, with the client's personal entries and BatchNorm statistics.
+        """Copies the module as a client's model, with the client's personal tensors and BatchNorm statistics.
 
         The copy is in evaluation mode and works without this package. Raises ``RuntimeError`` during a fit, and
         ``ValueError`` for an unknown client.
@@ -335,11 +334,11 @@ class Federation(TrainerCallback):
         class answers.
 
         Args:
-            module: The module with the model to send, usually the global model. The module is not changed.
+            module: The module with the model to send, usually the global model.
             callback: The callback for computing the answers.
             clients: The clients to ask.
             question: The question: primitives and plain containers.
-            own: Whether each client adds the client's personal entries and BatchNorm statistics to the sent model.
+            own: Whether each client loads its own model, such as one with personal tensors, not the global model.
         """
         return ask(self._fit, module, callback, clients, question, own)
 
@@ -364,7 +363,7 @@ class Federation(TrainerCallback):
 
     @property
     def state_key(self) -> str:
-        """Key of the federation's state in checkpoints. The key contains no options, so options may change."""
+        """Key of the federation's state in checkpoints. Options may change on resuming."""
         return "Federation"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -648,8 +647,7 @@ def scheduler_steps(trainer: L.Trainer) -> int | float:
 
     Use the number in ``configure_optimizers``, as ``total_steps`` of ``OneCycleLR`` or ``num_training_steps`` of a
     warm-up. In a federation, a round advances the scheduler by the median number of steps in a client's training.
-    ``trainer.estimated_stepping_batches`` instead counts the steps of all clients. Without a federation the function
-    returns Lightning's number: ``inf`` for a fit without a limit.
+    Without a federation the function returns ``trainer.estimated_stepping_batches``.
 
     Raises:
         MisconfigurationException: If the clients' data are on other machines.

@@ -62,10 +62,10 @@ class LoggedValue:
     """Running mean, sum, maximum or minimum of the values logged under one name.
 
     Args:
-        reduce_fx: Reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
-        total: Weighted sum for a mean, otherwise the sum, maximum or minimum; ``None`` without values.
+        reduce_fx: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
+        total: Sum, maximum or minimum so far. For a mean, the weighted sum.
         weight: Sum of the weights.
-        cases: Values from batches with one example, for the variance over examples.
+        cases: Values from batches with a single example.
     """
 
     reduce_fx: str = "mean"
@@ -114,10 +114,10 @@ class LoggedValues:
 
     Attributes:
         batch: The current batch; ``None`` between batches.
-        suffix: Suffix for names of logged values with several dataloaders, as in Lightning.
+        suffix: Lightning's suffix for names with several dataloaders.
         sums: Values logged since the last :meth:`results`, by name.
         metrics: Metrics logged since the last :meth:`results`, by name.
-        directions: True by metric name if higher values are better, for metrics with a declared direction.
+        directions: Whether higher values are better, by metric name.
     """
 
     batch: Any = None

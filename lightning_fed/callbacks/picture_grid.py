@@ -32,25 +32,25 @@ def segmentation_grid(
     padding: int = 2,
     maps: Sequence[Tensor | Sequence[Tensor]] = (),
 ) -> Tensor:
-    """Draws segmentations in one picture: each row shows an image, true and predicted classes, and optional heat maps.
+    """Draws images with their true and predicted classes in one picture.
+
+    Each row shows one image, the true classes, the predicted classes and optional heat maps.
 
     Args:
-        images: Images, shape ``(N, C, H, W)``, or N images ``(C, H, W)`` with any sizes. One or two channels are drawn
-            as grey (the first channel), more channels as colours (the first three). Integers range from 0 to 255.
-        truth: Class indices, shape ``(N, H, W)`` or ``(N, 1, H, W)``. Pixels with ``ignore_index`` are grey.
-        prediction: Class indices, same shape.
-        class_colors: Colour (red, green, blue; 0 to 255) per class; by default a palette with black for class 0.
-        mean: Mean subtracted by the data pipeline (one number per channel, or one number for all).
-        std: Standard deviation used as divisor by the data pipeline. If mean and std are ``None``, images with values
-            outside 0 to 1 are rescaled.
-        ignore_index: Class index of pixels without a label, if any.
+        images: Images, shape ``(N, C, H, W)``, or a list of N images ``(C, H, W)``. Integers range from 0 to 255.
+            Images with three or more channels are drawn in colour, all others in grey.
+        truth: True class of each pixel, shape ``(N, H, W)`` or ``(N, 1, H, W)``.
+        prediction: Predicted class of each pixel, same shape.
+        class_colors: Colour of each class, as red, green and blue from 0 to 255. By default a standard palette.
+        mean: Mean that the data pipeline subtracts, one number or one per channel.
+        std: Standard deviation by which the data pipeline divides, one number or one per channel. Without ``mean`` and
+            ``std``, images with values outside 0 to 1 are rescaled.
+        ignore_index: Class index of pixels without a label, drawn in grey.
         padding: White border around each tile, in pixels.
-        maps: M heat maps, one per additional column, each with shape ``(N, H, W)`` and values from 0 (dark blue) to 1
-            (yellow); NaN is grey.
+        maps: M heat maps, each of shape ``(N, H, W)`` with values from 0 to 1. Each map adds a column.
 
     Returns:
-        Picture, shape ``(3, N (H + padding) + padding, (3 + M) (W + padding) + padding)``, uint8. Smaller images are
-        placed in the upper left corner.
+        Picture, shape ``(3, N (H + padding) + padding, (3 + M) (W + padding) + padding)``, uint8.
 
     Raises:
         ValueError: If the numbers of images differ, there are no images, or a class has no colour.

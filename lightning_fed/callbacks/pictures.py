@@ -70,9 +70,9 @@ def tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
 
 
 def log_picture(trainer: L.Trainer, tag: str, picture: Tensor, is_epoch_end: bool = False) -> None:
-    """Sends a picture to all loggers that support pictures, with the Trainer's current logging step.
+    """Sends a picture to all loggers that support pictures.
 
-    Pass ``is_epoch_end=True`` in ``on_train_epoch_end``, because Lightning has then already counted the last batch.
+    Pass ``is_epoch_end=True`` in the hook ``on_train_epoch_end``.
     """
     for logger in tensorboards(trainer):
         logger.experiment.add_image(tag, picture, global_step=log_position(trainer) - is_epoch_end)
@@ -108,10 +108,10 @@ def draw_matrix(
     largest: float = 1.0,
     lowest: float = 0.0,
 ) -> Tensor:
-    """Draws a matrix ``(H, W)`` in viridis colours, as pixels ``(3, H, W)``, uint8.
+    """Draws a matrix ``(H, W)`` as a picture, shape ``(3, H, W)``, uint8.
 
-    Colours range from ``lowest`` to ``largest``. With matplotlib, the figure has a ``size`` in inches, and the function
-    ``label`` labels the axes. Without matplotlib, each number is a square of ``cell`` pixels.
+    Colours range from ``lowest`` to ``largest``. With matplotlib, ``size`` is the figure's size in inches, and
+    ``label`` labels the axes. Without matplotlib, each number becomes a square of ``cell`` pixels.
     """
     painted = paint_numbers((values - lowest) / (largest - lowest))
     if not has_matplotlib():
@@ -130,7 +130,10 @@ def draw_matrix(
 def label_grid(
     grid: Tensor, title: str, columns: Sequence[str], rows: Sequence[str], legend: Mapping[str, Color]
 ) -> Tensor:
-    """Adds a title, row and column names, and a legend to a grid of equal tiles, if matplotlib is installed."""
+    """Adds a title, row and column names, and a legend to a grid of equal tiles, uint8, shape ``(3, H, W)``.
+
+    Without matplotlib, the grid does not change.
+    """
     if not has_matplotlib():
         return grid
     from matplotlib.patches import Patch  # requires the extra `demo`

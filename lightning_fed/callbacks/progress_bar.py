@@ -52,12 +52,12 @@ class _ByRound(ProgressBar):
 
 
 class FederatedProgressBar(_ByRound, TQDMProgressBar):
-    """Lightning's progress bar with the round (``Round 3/50``), the current client and the loss.
+    """Progress bar that shows the round, the current client and the loss.
 
     Args:
-        refresh_rate: Batches between two updates; 0 hides the bar.
+        refresh_rate: Batches between two updates. 0 hides the bar.
         process_position: Number of lines above the bar.
-        leave: If true, each round's bar stays in the terminal.
+        leave: Whether each round's bar stays in the terminal.
 
     Example:
         >>> from lightning_fed import Federation

@@ -30,47 +30,49 @@ EntropyMap = Literal["softmax_entropy", "feature_entropy"]
 
 
 class SegmentationImages(PeriodicPictures):
-    """Logs a grid of segmentations to TensorBoard: each row shows an image's input, truth and prediction.
+    """Logs validation images with their true and predicted classes to TensorBoard.
 
-    ``maps`` adds columns: the model's uncertainty about each pixel's class
-    (:func:`~lightning_fed.metrics.functional.softmax_entropy`), and the spread of active features
-    (:func:`~lightning_fed.metrics.functional.feature_entropy`). Both are divided by the logarithm of the number of
-    classes or channels, and drawn in viridis colours: dark blue is 0, yellow 1.
+    Each row of the picture shows an image, the true classes and the predicted classes. ``maps`` adds heat maps, from 0
+    (dark blue) to 1 (yellow):
 
-    The callback works with a plain Trainer and with a federation (for the global model). The grid is logged at the end
-    of the first validation, then after every ``every_n_epochs`` epochs (rounds), and always in ``trainer.validate``.
-    Images are stored on the CPU once per fit, so every grid shows the same images. Weights, random state, metrics and
-    train/eval modes do not change.
+    - ``"softmax_entropy"``: the model's uncertainty about each pixel's class, see
+      :func:`~lightning_fed.metrics.functional.softmax_entropy`.
+    - ``"feature_entropy"``: how evenly a layer's channels are active, see
+      :func:`~lightning_fed.metrics.functional.feature_entropy`.
+
+    Both are divided by the logarithm of the number of classes or channels.
+
+    The picture is logged after the first validation, then every ``every_n_epochs`` epochs, and in
+    ``trainer.validate``. It always shows the same images. In a federation, an epoch is a round, and the predictions are
+    from the global model.
 
     The module receives one image at a time, shape ``(1, C, H, W)``, and returns logits, shape
     ``(1, num_classes, H, W)``. In a binary task, the shape is ``(1, 1, H, W)``, and positive logits mean class 1.
 
     Args:
-        every_n_epochs: Epochs (rounds) between two grids.
+        every_n_epochs: Epochs or rounds between two pictures.
         num_images: Number of rows.
-        class_colors: Colour (red, green, blue; 0 to 255) per class; by default ``class_colors`` of the module or the
-            datamodule, or a palette with black for class 0. The legend shows ``class_names`` or ``classes`` of the
-            module or the datamodule.
-        mean: Mean subtracted by the data pipeline (one number per channel, or one number for all).
-        std: Standard deviation used as divisor by the data pipeline. If mean and std are ``None``, images with values
-            outside 0 to 1 are rescaled.
-        ignore_index: Class index of pixels without a label, drawn in grey in the truth, or ``None``. ``"auto"``: in a
-            fit, the label ignored by the loss, else 255 unless 255 is a class.
-        maps: Additional columns: ``"softmax_entropy"``, ``"feature_entropy"`` or both, in this order.
-        layer: Name of the layer with the features; ``"auto"`` calls :func:`~lightning_fed.modules.find_feature_layer`.
-        activation: Function that makes features non-negative, if the layer does not end with a ReLU.
-        inputs: Images in a batch: an index, a key, or a function of the batch; by default as in :func:`find_inputs`.
-        target: Position of the masks in a batch: an index, a key, or a function of the batch; by default the labels
-            used in the loss, found in a trial training step. With the default, ``trainer.validate`` before a fit draws
-            no picture, and logs the reason.
-        images: Indices of images in the validation data, instead of the first ``num_images``.
+        class_colors: Colour of each class, as red, green and blue from 0 to 255. By default the attribute
+            ``class_colors`` of the module or datamodule, or else a standard palette.
+        mean: Mean that the data pipeline subtracts, one number or one per channel.
+        std: Standard deviation by which the data pipeline divides, one number or one per channel. Without ``mean`` and
+            ``std``, images with values outside 0 to 1 are rescaled.
+        ignore_index: Class index of pixels without a label, drawn in grey, or ``None``. By default the label
+            ignored by the loss, or else 255 (unless 255 is a class).
+        maps: Names of heat maps to add.
+        layer: Name of the layer for ``"feature_entropy"``. ``"auto"`` calls
+            :func:`~lightning_fed.modules.find_feature_layer`.
+        activation: Function that makes the layer's features non-negative, if necessary.
+        inputs: Index or key of the images in a batch, or a function of the batch. By default as in
+            :func:`find_inputs`.
+        target: Index or key of the masks in a batch, or a function of the batch. By default the labels in the loss.
+            The default draws nothing in ``trainer.validate`` before a fit.
+        images: Indices of validation images to show, instead of the first ``num_images``.
 
     Raises:
-        ValueError: If ``every_n_epochs`` or ``num_images`` is below 1, ``class_colors`` has an invalid colour,
-            ``images`` is empty, or an option is unknown; in ``fit`` and ``validate``, if the layer or an image does not
-            exist.
-        MisconfigurationException: In ``fit``, if the loss uses no masks, or a validation batch has another structure
-            than a training batch.
+        ValueError: If an argument is invalid, or the layer or an image does not exist.
+        MisconfigurationException: In ``fit``, if the loss uses no masks, or if validation and training batches differ
+            in structure.
 
     Example:
         >>> callback = SegmentationImages(every_n_epochs=10, num_images=2, mean=(0.485, 0.456, 0.406),

@@ -50,7 +50,7 @@ _MOST_BATCHES = 5  # number of batches tried one after another, because a step m
 class TrainingTrace(NamedTuple):
     """Layers found in a trial run of ``training_step``.
 
-    ``calls`` has the arguments of each layer's first call, by the layer's path. ``trained`` are the layers with trained
+    ``calls`` has the arguments of each layer's first call, by the layer's path. ``trained`` has the layers with trained
     parameters and an effect on the loss.
     """
 
@@ -65,8 +65,8 @@ class TrainingTrace(NamedTuple):
 class ClassTask:
     """Classification task of a module, found in a trial run of ``training_step``.
 
-    ``layer`` is the classifier's path. ``target`` is a function from a batch to labels, or ``None`` if the step changes
-    the labels. With ``is_multilabel``, an example has a label for each class.
+    ``layer`` is the classifier's path. ``target`` is a function from a batch to its labels, if possible. With
+    ``is_multilabel``, an example can have several classes.
     """
 
     layer: str
@@ -100,9 +100,9 @@ def find_class_task(
 ) -> ClassTask:
     """Finds a module's classifier, classes and labels by running the training step on one batch.
 
-    A server without data uses :func:`~lightning_fed.modules.find_classifier` instead. The clients raise an error for
-    another classifier. With ``needs_target``, the labels must be one tensor in the batch, with one class per example or
-    pixel. ``allows_multilabel`` also permits several classes. Error messages end with ``remedy``.
+    A server without data uses :func:`~lightning_fed.modules.find_classifier` instead. With ``needs_target``, the labels
+    must be one tensor in the batch. ``allows_multilabel`` permits several classes per example. Error messages end with
+    ``remedy``.
     """
     federation = federation_of(trainer)
     is_remote = federation is not None and federation.is_remote
@@ -138,10 +138,10 @@ def find_class_task(
 def describe_labels(
     trainer: L.Trainer, module: L.LightningModule, callback: str, target: BatchKey, void: VoidLabel
 ) -> LabelDescription:
-    """Returns the labels' position in a batch, the ignored label, and names and colours of the classes.
+    """Describes a module's labels and classes for a callback.
 
-    ``target`` (the position) and ``void`` (the ignored label) are returned if given by the user. Otherwise a trial
-    training step finds both. Error messages name ``callback``.
+    ``target`` is the labels' position in a batch, and ``void`` the ignored label. A trial training step finds both, if
+    the user has not given them. Error messages name ``callback``.
     """
     try:
         task = find_class_task(trainer, module, f"pass `{callback}` a `target`", target is None, allows_multilabel=True)
@@ -158,10 +158,10 @@ def describe_labels(
 def declared_classes(
     trainer: L.Trainer, module: L.LightningModule, count: int
 ) -> tuple[tuple[str, ...], tuple[Color, ...]]:
-    """Reads class names and class colours from attributes of the module, its hyper-parameters or the datamodule.
+    """Reads class names and class colours from the module or the datamodule.
 
-    The attributes are ``class_names`` (or ``classes``) and ``class_colors``. Lists of another length than ``count`` are
-    ignored.
+    The attributes are ``class_names`` or ``classes``, and ``class_colors``. ``count`` is the number of classes. Lists
+    of another length are ignored.
     """
 
     def find(names: Sequence[str], accepts: Callable[[Any], bool]) -> tuple[Any, ...]:
@@ -185,9 +185,9 @@ def has_same_parameters(module: nn.Module, name: str, other: str) -> bool:
 
 
 def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace | None:
-    """Runs ``training_step`` once on a batch of one client, and restores all state afterwards.
+    """Runs ``training_step`` once on a client's batch, and restores all state afterwards.
 
-    Returns ``None`` for manual optimization, for a step without a loss, and for an exception outside a fit.
+    Returns ``None`` if the run fails or returns no loss, and for manual optimization.
     """
     try:
         return _trace(trainer, module)
@@ -325,8 +325,8 @@ def has_forward(module: L.LightningModule) -> bool:
 def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
     """Context with a temporary ``forward``, for a module that computes only in ``training_step``.
 
-    If ``training_step`` calls exactly one trained submodule, ``forward`` calls this submodule. Otherwise ``forward``
-    runs ``training_step`` and returns the loss. The context yields arguments for ``forward``, from a training batch.
+    If ``training_step`` calls a single trained submodule, ``forward`` calls this submodule. Otherwise ``forward`` runs
+    ``training_step`` and returns the loss. The context yields arguments for ``forward``, from a training batch.
     """
     advice = "write a `forward` from the inputs to the outputs used in the loss"
     try:

@@ -56,12 +56,12 @@ _AFTER_ROUNDS = (
 class WeightAverages(FederatedCallback):
     """Adapts Lightning's ``WeightAveraging`` callback to a federation.
 
-    A client can average the weights over local steps. ``should_update(step_idx=s)`` is then called after each step,
-    and ``s`` also counts the steps in earlier rounds. The server can average the global models over rounds, with
-    ``should_update(epoch_idx=r)`` after round ``r``. :meth:`restore` removes the adaptation.
+    A client can average its weights over local steps: ``should_update(step_idx=s)`` is called after each step,
+    and ``s`` counts a client's steps over all rounds. The server can average the global models over rounds:
+    ``should_update(epoch_idx=r)`` is called after round ``r``. :meth:`restore` removes the adaptation.
 
     Raises:
-        MisconfigurationException: If averages are not possible, for example over steps with personal entries.
+        MisconfigurationException: If averages are not possible.
     """
 
     def __init__(self, fit: FederatedFit, callbacks: list[Any]) -> None:

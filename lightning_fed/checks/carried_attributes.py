@@ -65,27 +65,24 @@ _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 class CarriedAttributes:
-    """Finds attributes through which one client's training affects another client's training.
+    """Finds attributes through which one client's training affects the next client's training.
 
-    A *visit* is one client's training in a round. These are reported:
+    The search covers the module, the callbacks, the optimizers and the per-step schedulers. Reports are about:
 
-    - attributes changed in one visit, and read in a later visit before the later visit writes them;
-    - class attributes, closure variables and global variables with a number, if two visits change the value;
-    - metrics, if a visit calls ``compute`` after updates in an earlier visit.
+    - attributes changed in one client's training, and read before a write in a later client's training;
+    - class attributes, variables in closures of methods, and global numbers, changed in two clients' training;
+    - metrics with a result from several clients' updates.
 
-    A report is usually a warning. A report is an error if several clients train, two visits change the attribute, and
-    the attribute belongs to an optimizer, a scheduler or a *training callback*. A training callback changes parameters,
-    gradients or optimizer options.
+    Other global variables and objects nested deeper than five levels are not searched.
 
-    The search covers the module, submodules, callbacks, the Trainer's optimizers, and per-step schedulers. Parameters,
-    buffers, layers from this package, and objects nested deeper than five levels are excluded. In other callbacks, the
-    search covers only attributes with tensors, arrays, modules or optimizers.
+    A report is usually a warning. The report is an error if an attribute of an optimizer, a scheduler or a training
+    callback changes in two clients' training. A training callback changes parameters, gradients or optimizer options.
 
     Args:
         module: The module.
         trainer: The Trainer, for its callbacks and optimizers.
         is_shared: Whether several clients train the module.
-        is_reset: Whether every visit starts with new optimizers, also for optimizers in attributes.
+        is_reset: Whether each client's training starts with new optimizers.
     """
 
     def __init__(
@@ -166,8 +163,8 @@ class CarriedAttributes:
         refused = sorted(name for name in again if self._is_shared and self._is_training(self._places[name][0]))
         if refused:
             raise MisconfigurationException(
-                "Expected each client to start from the state at the round's start, but attributes of "
-                f"{type(self._module).__name__} pass values from client to client: one client's training changed "
+                "Expected each client to start from the state at the round's start, but in the training of "
+                f"{type(self._module).__name__} values pass from client to client: one client's training changed "
                 f"{_listed(refused)}, and a later client's training read the new values: {self._advise(refused)}."
             )
         names = sorted((found | blind | self._read_metrics) - known.named)

@@ -29,11 +29,11 @@ _DEPTH = 5
 def fingerprint(
     value: Any, memory: Collection[int] = (), skipped: frozenset[int] = frozenset(), depth: int = _DEPTH
 ) -> Any:
-    """Returns a summary of a value, such as a hash, to detect changes. Equal values have equal summaries.
+    """Returns a summary of a value, such as a hash, to detect changes.
 
-    A summary covers ``depth`` levels of nested objects. The summary is ``None`` for unreadable values, for tensors with
-    a storage address in ``memory``, and for objects with an id in ``skipped``. An iterator always counts as changed,
-    except a generator before the first value.
+    Equal values have equal summaries, except iterators. ``depth`` is the number of nested levels. The summary is
+    ``None`` for unreadable values, for tensors stored at an address in ``memory``, and for objects whose id is in
+    ``skipped``.
     """
     try:
         if isinstance(value, np.generic):  # NumPy's numbers compare with lists like arrays

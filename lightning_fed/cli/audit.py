@@ -72,7 +72,7 @@ def _rotate(path: Path, head: Path) -> None:
 
 
 def describe_line(line: Line, is_full: bool = False) -> str:
-    """Formats one line of a site's message log as text, or with ``is_full`` as JSON. Rounds in texts start at 1.
+    """Formats one line of a client's message log as text, or with ``is_full`` as JSON.
 
     Example:
         >>> content = {"event": "answer", "time": "2026-11-24T12:00:00.5+00:00", "client": "ann", "run": "3f9a77c0",

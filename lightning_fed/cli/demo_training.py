@@ -66,9 +66,10 @@ def run_demo(
     clients_per_round: int = 5,
     num_scenes: int = 960,
 ) -> DemoResult:
-    """Trains DeepLabV3+ on clients with different images, and writes a table, TensorBoard logs and a report.
+    """Trains DeepLabV3+ on clients with different images, and writes the results into ``out``.
 
-    Each client's classes are drawn from a Dirichlet distribution. Generated images also differ in contrast and colours.
+    Each client's class frequencies are drawn from a Dirichlet distribution. The generated images of clients also differ
+    in contrast and colours.
     """
     missing = [name for name in ("matplotlib", "tensorboard") if find_spec(name) is None]
     if missing:

@@ -87,7 +87,7 @@ def _write_certificates(options: argparse.Namespace) -> None:
 
 
 def evaluation_command(folder: Path, federation: str, stage: str, ckpt: Path | None) -> list[str]:
-    """Returns Flower's command for evaluating the checkpoint ``ckpt``, by default the run's last checkpoint.
+    """Returns Flower's command for evaluating a checkpoint, by default the run's last one.
 
     Example:
         >>> evaluation_command(Path("app"), "", "test", Path("best.ckpt"))[1:]

@@ -60,9 +60,7 @@ def table_of_methods() -> str:
 
 
 def describe_method(name: str) -> str:
-    """Describes a method, given by name or import path: purpose, costs and options.
-
-    The costs are the items "Sends", "Keeps", "Costs" and "For" in the docstring.
+    """Describes the purpose, costs and options of a method, given by name or import path.
 
     Example:
         >>> print(describe_method("fedprox"))

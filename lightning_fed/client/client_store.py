@@ -119,18 +119,17 @@ class MemoryStore(ClientStore):
 
 
 class FolderStore(ClientStore):
-    """Client store with safetensors files: ``<folder>/run-0/<client>/<round>.safetensors``.
+    """Stores clients' tensors in safetensors files, ``<folder>/run-0/<client>/<round>.safetensors``.
 
-    A new fit starts the folder's next run, and does not change earlier runs. A resumed fit continues the checkpoint's
-    run. A client whose file is missing, unreadable or changed is excluded from the round.
+    A new fit starts the next run in the folder. A resumed fit continues the checkpoint's run. A client with a missing
+    or damaged file is excluded from the round.
 
-    A training checkpoint contains no tensors from the store. Runs can resume from the last two checkpoints. Each new
-    checkpoint deletes the files that these two do not need. Resuming from an older checkpoint is an error, except with
-    ``keep_all``.
+    A training checkpoint does not contain the stored tensors. Only the files for the last two checkpoints are kept, so
+    training cannot resume from older ones. Set ``keep_all`` to keep all files.
 
     Args:
-        folder: Folder for the files, created if necessary; for several processes on a shared file system.
-        keep_all: Whether to store every version, for example to resume from the best checkpoint.
+        folder: Folder for the files. Several processes need a shared file system.
+        keep_all: Whether to keep all files, for example to resume from the best checkpoint.
 
     Example:
         >>> import tempfile, torch
@@ -231,10 +230,10 @@ class FolderStore(ClientStore):
         return {"folder": str(self.folder), "run": self._run, "kept": plain_keys(self._kept_until(round))}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Continues with the files of the checkpoint's run. Ignores files from ``round`` or later.
+        """Continues with the files of the checkpoint's run, from rounds before ``round``.
 
-        Raises an error if necessary files have been deleted, or if the checkpoint is from a fit with a
-        :class:`MemoryStore`.
+        Raises an error if the checkpoint needs files already deleted for later checkpoints, or if the checkpoint is
+        from a fit with a :class:`MemoryStore`.
         """
         if state.get("clients"):
             raise ValueError(

@@ -44,26 +44,26 @@ _KINDS = ("_parameters", "_buffers", "_modules")
 class LocalModel:
     """Loads the models of clients into the user's module, one client after another.
 
-    When no client trains, the module has the global model. A client's model consists of these tensors:
+    When no client trains, the module has the global model. An entry is a parameter or buffer in ``state_dict``. A
+    client's model has four kinds of entries:
 
-    - Shared entries (parameters and buffers in ``state_dict``) have the values from the server's broadcast.
-    - Sliced entries are tables; clients receive only some rows. During the training, the parameter has only these rows.
-    - Frozen entries have the server's values. Personal entries have the values from the client's store, at first the
-      server's initial values.
-    - Buffers outside ``state_dict`` have the values from the round's start. Parameters outside must not change.
-    - Tensors and layers added in training are removed afterwards. If all clients add equal tensors, the tensors are
-      restored after the round.
+    - Shared entries have the values sent by the server.
+    - Sliced entries are tables. A client receives and trains only some rows.
+    - Frozen entries have the server's values and are not sent.
+    - Personal entries have the values after the client's last training, at first the server's initial values.
+
+    Buffers outside ``state_dict`` are reset for every client. Tensors and layers added in training are removed.
 
     Args:
         module: The user's module.
-        policies: The policy of every entry, from :func:`lightning_fed.model.entries.entry_policies`.
-        store: Store for the clients' personal entries.
+        policies: Kind of every entry, from :func:`lightning_fed.model.entries.entry_policies`.
+        store: Store for the personal entries.
         resizes: Whether the module adopts new shapes of received entries.
-        initial: Initial values of personal entries for a client's first round, if different from the server's.
+        initial: Initial values of personal entries, if different from the server's.
 
     Attributes:
-        server_entries: The server's values of parameters and buffers, if not sent.
-        dropped: Names of buffers with ``persistent=False`` that training changed. No other client gets the changes.
+        server_entries: The server's values for entries that are not sent.
+        dropped: Names of buffers outside ``state_dict`` with changes in training. The changes are dropped.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class LocalModel:
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
         """Returns copies of the parameters and buffers shared with the server.
 
-        If ``known`` has an equal tensor of the same name, this tensor is returned instead of a copy. Sliced entries
-        (tables; clients receive only some rows) are not copied.
+        An equal tensor in ``known`` is returned instead of a copy. Large tables are not copied, if clients receive only
+        some rows.
         """
         self._find_entries()
         known = {name: value for name, value in (known or {}).items() if name in self.entries}
@@ -121,10 +121,9 @@ class LocalModel:
         }
 
     def load_global(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the global model: shared entries from ``state``, and all other entries from ``server_entries``.
+        """Loads the global model from ``state`` and ``server_entries``.
 
-        Sliced entries (tables; clients receive only some rows) are not copied. The caller must not change these
-        tensors afterwards.
+        The caller must not change the tensors afterwards, because large tables are not copied.
         """
         self.load({**state, **self.server_entries})
         additions, self._additions = self._additions, {}
@@ -146,10 +145,10 @@ class LocalModel:
         stored: State | None = None,
         own_model: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Loads a client's model: shared entries from ``state``, and the client's personal entries.
+        """Loads a client's model.
 
-        Personal entries come from ``stored``, by default from the store. In an evaluation, entries in ``own_model``
-        (the client's own model) replace all others.
+        ``state`` has the shared parameters and buffers. ``stored`` has the personal ones, by default from the store. In
+        an evaluation, tensors in ``own_model`` take precedence over all others.
         """
         stored = self.recall(client) if stored is None else stored
         personal = {name: value for name, value in stored.items() if not name.startswith(_PREFIXES)}
@@ -181,9 +180,9 @@ class LocalModel:
             self.store.put(client, round, client_state)
 
     def find_personal_fault(self, client: Client) -> str | None:
-        """Describes the first faulty personal entry after training, or returns ``None``.
+        """Describes the first faulty personal parameter or buffer after training, if any.
 
-        Faults are another shape or dtype, and values that became NaN, infinite or extreme in this training.
+        Faults are another shape or dtype, and values that became NaN, infinite or extreme.
         """
         if not self.personal:
             return None
@@ -197,7 +196,10 @@ class LocalModel:
         return find_implausible({name: personal[name] for name in was_plausible})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Builds the client's update, see :meth:`global_state`. Raises an error if training changed other tensors."""
+        """Builds the client's update, see :meth:`global_state`.
+
+        Raises an error if training changed tensors outside ``state_dict``, except buffers with ``persistent=False``.
+        """
         self._check_unsaved()
         return ClientUpdate(client, num_samples, self.global_state(known))
 

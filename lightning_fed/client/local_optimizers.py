@@ -14,22 +14,21 @@ from lightning_fed.numerics.trees import copy_tree
 
 
 class LocalOptimizers:
-    """Optimizers, per-step schedulers and loss scale of a round, reset before each client's training.
+    """Resets optimizers, per-step schedulers and loss scale before each client's training.
 
-    - Before a client trains: hyper-parameters (such as learning rates), scheduler states and loss scale have the values
-      at the round's start. Optimizer buffers (such as momentum) have the initial values. With ``mode="keep"``, these
-      buffers have the values after the client's last training.
-    - After the round: per-step schedulers continue from the client with the median number of steps. The new loss scale
-      is the median over the clients.
+    Before a client trains, learning rates, scheduler states and loss scale return to their values at the round's start.
+    Optimizer buffers such as momentum start anew. With ``mode="keep"``, the buffers continue from the client's last
+    training.
+
+    After the round, per-step schedulers continue from the client with the median number of steps. The new loss scale is
+    the median over the clients.
 
     Args:
         optimizers: The optimizers.
         step_schedulers: Learning-rate schedulers that step after every batch.
-        scaler: Object with the loss scale, with ``state_dict`` and ``load_state_dict``.
-        mode: ``"reset"`` or ``"keep"`` (see above), or ``"continue"`` for a single client: no reset, except after a
-            round without a valid update.
-        epoch_schedulers: Schedulers that the Trainer steps at the round's last batch. If an epoch scheduler and a
-            per-step scheduler share an optimizer, both continue from the client with the median number of steps.
+        scaler: Gradient scaler with the loss scale.
+        mode: ``"reset"`` or ``"keep"``, see above. ``"continue"`` means no reset, for a single client.
+        epoch_schedulers: Learning-rate schedulers that step at the end of the round.
 
     Attributes:
         finals: Scheduler states and loss scale after each client's training, by the client's index in the round.
@@ -71,8 +70,8 @@ class LocalOptimizers:
     ) -> None:
         """Prepares the optimizers, schedulers and loss scale for one client's training.
 
-        All have the values at the round's start, except the optimizer state in ``packed``, from the client's last
-        training. ``rows`` lists pairs (parameter, row indices) for parameters of which the client has only some rows.
+        ``packed`` is the optimizer state after the client's last training, if kept. ``rows`` lists parameters of which
+        the client has only some rows, with the row indices.
         """
         if self.mode == "continue":
             return
@@ -93,8 +92,8 @@ class LocalOptimizers:
     def end_round(self, counting: Collection[int]) -> None:
         """Prepares optimizers and schedulers for the next round.
 
-        Optimizer buffers such as momentum are reset. Per-step schedulers continue from the client with the lower median
-        number of steps. ``counting`` has the indices of the clients with a valid update. Only these clients count.
+        Optimizer buffers such as momentum are reset. Per-step schedulers continue from the client with the median
+        number of steps. Only clients with a valid update count, given by the indices ``counting``.
         """
         if self.mode == "continue" and counting:
             return

@@ -46,8 +46,7 @@ def check_central(cli: FederatedCLI) -> None:
 def central_trainer(cli: FederatedCLI) -> L.Trainer:
     """Builds a plain Trainer for centralised training, with one epoch per round of the recipe.
 
-    An epoch has as many examples as a round: the clients' examples times ``local_epochs``. An epoch may therefore
-    contain several passes over the pooled data, or part of a pass.
+    An epoch has as many examples as the clients' training in a round.
     """
     federated: Any = cli.trainer
     federation: Federation = federated.federation

@@ -28,8 +28,8 @@ _SHARED = ("seed", "local_epochs")  # a method with these options receives the r
 class MethodChoice:
     """A federated method with options, such as ``"fedprox:mu=0.1"``, or a baseline.
 
-    The baselines are ``"central"`` (training on pooled data) and ``"local"`` (separate training). Options are arguments
-    of the method or of ``Federation``. Nested arguments have names with dots: ``"availability.partial_work"``.
+    The baseline ``"central"`` trains on the pooled data, and ``"local"`` trains each client separately. Options are
+    arguments of the method or of ``Federation``. Nested arguments have names such as ``"availability.partial_work"``.
     """
 
     label: str
@@ -58,8 +58,8 @@ class MethodChoice:
     def federation(self, recipe: Federation) -> Federation:
         """Copies a recipe's federation, with this method instead of the recipe's method.
 
-        For ``"central"``, returns the federation itself. With ``"local"``, all trained parameters stay on the clients.
-        If the method has an option ``seed`` or ``local_epochs``, the default is the recipe's value.
+        ``"central"`` returns the federation itself. With ``"local"``, all trained parameters stay on the clients.
+        Options ``seed`` and ``local_epochs`` of the method have the recipe's values by default.
         """
         if self.name == CENTRAL:
             return recipe

@@ -38,17 +38,15 @@ class Plan:
     Args:
         recipe: The recipe's path.
         methods: Compared methods.
-        seeds: Random seeds; each method trains once per seed.
-        stragglers: Fractions of stragglers; by default the fraction in the recipe.
+        seeds: Random seeds. Each method trains once per seed.
+        stragglers: Fractions of slow clients to compare. By default the recipe's fraction.
         out: Folder for the results.
-        monitor: Name of the compared metric; by default the metric in the recipe's ``ModelCheckpoint``.
-        mode: ``"max"`` or ``"min"``; by default the mode in the recipe's ``ModelCheckpoint``. Without such a
-            callback, the mode is guessed from the metric's name.
+        monitor: Name of the compared metric. By default from the recipe's ``ModelCheckpoint``.
+        mode: ``"max"`` or ``"min"``. By default from the recipe's ``ModelCheckpoint``, or else from the metric's name.
         test: Whether to evaluate the finished models on the test data.
         overrides: Further arguments of ``lightning-fed fit`` for all runs. ``{seed}`` stands for the run's seed.
-        minutes: Time limit for the comparison, by default none. A round starts only if the time left is longer than
-            the longest round so far.
-        sites: Data to score case by case for a study, ``"validation"`` or ``"test"``; by default none.
+        minutes: Time limit for the comparison, by default none.
+        sites: Data to score example by example, ``"validation"`` or ``"test"``. By default none.
         patient: Key of the patient names in a batch, see :class:`~lightning_fed.study.SiteScores`.
 
     Raises:
@@ -113,17 +111,16 @@ class Progress:
 def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[str, Any]]:
     """Trains the unfinished runs of a comparison, one after another.
 
-    A run trains one method with one seed, and uses a folder in ``<out>/runs``. An interrupted run continues after the
-    last complete round. With ``batch_norm="auto"`` all runs treat BatchNorm in the same way. If one method needs
-    separate BatchNorm statistics for each client, all methods have these. Otherwise the first run decides.
+    A run trains one method with one seed, in a folder in ``<out>/runs``. An interrupted run continues after the last
+    complete round. With ``batch_norm="auto"``, all runs treat BatchNorm in the same way.
 
     Args:
         plan: The methods, seeds and data.
-        progress: Writes a line per run, by default to the standard output.
+        progress: Object that prints a line per run, by default to the standard output.
 
     Returns:
         A dictionary per finished run, with ``method``, ``seed``, ``stragglers``, ``monitor`` and ``mode``. ``rounds``
-        has the values of every round, ``test`` the values on the test data, and ``sites`` the scores by site.
+        has the values of every round, ``test`` the values on the test data, and ``sites`` the scores by client.
         ``has_own_models`` is true if clients have personal models.
 
     Raises:
@@ -216,8 +213,8 @@ def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str], str]:
     """Checks a plan, and lists the runs.
 
     Returns:
-        The runs; the compared metric's name and mode; and the BatchNorm option for all runs. The option is ``"own"``
-        (separate statistics for each client) if a method needs this option, otherwise empty.
+        The runs, the compared metric's name and mode, and the BatchNorm option for all runs. The option is ``"own"`` if
+        a method needs separate statistics for each client, otherwise empty.
     """
     with quiet():
         cli = plan.build(plan.seeds[0])

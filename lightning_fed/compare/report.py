@@ -31,15 +31,15 @@ _OF_CLIENTS = (
 
 @dataclass
 class Cell:
-    """Results of one method with one fraction of stragglers. Each list has one value per seed.
+    """Results of one method with one fraction of stragglers (slow clients). Each list has one value per seed.
 
     Args:
         score: Mean metric over the last rounds.
-        loss: Training loss in the last round, if logged as ``train_loss``.
-        rounds_to_target: First round, counted from 1, in which the score reaches the target; ``None`` if never.
+        loss: Training loss ``train_loss`` in the last round, if logged.
+        rounds_to_target: First round in which the score reaches the target, from 1. ``None`` if never.
         megabytes: Megabytes sent in both directions, over all rounds.
         seconds: Wall-clock seconds for training and aggregation, over all rounds.
-        cpu_seconds: CPU seconds for training and aggregation, over all rounds; excludes GPU work.
+        cpu_seconds: CPU seconds for training and aggregation, over all rounds.
         test: Metric on the test data.
     """
 
@@ -55,14 +55,12 @@ class Cell:
 def summarize(
     results: Sequence[Mapping[str, Any]], target: float = 0.8, last: int = 1
 ) -> dict[tuple[str, float | None], Cell]:
-    """Summarises results by method and fraction of stragglers.
-
-    The fraction is ``None`` for centralised training.
+    """Summarises results by method and fraction of stragglers (slow clients).
 
     Args:
         results: Results from :func:`~lightning_fed.compare.run_comparison`.
-        target: Target score, as a fraction of the score of centralised training with the same seed. With mode
-            ``"min"``, the score of centralised training is divided by ``target``.
+        target: Target score, as a fraction of the score of centralised training. With mode ``"min"``, that score is
+            divided by ``target``.
         last: Number of final rounds in the mean score.
 
     Example:
@@ -90,9 +88,9 @@ def summarize(
 
 
 def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: float = 0.8, last: int = 1) -> str:
-    """Writes the tables and curves of a comparison into a folder. Returns the table in Markdown.
+    """Writes a comparison's tables and curves into a folder, and returns the table in Markdown.
 
-    For the other arguments see :func:`summarize`. Without matplotlib the curves are omitted.
+    For ``target`` and ``last`` see :func:`summarize`. The curves need matplotlib.
     """
     write_text_atomically(folder / "rounds.csv", _rounds(results))
     write_text_atomically(folder / "summary.csv", _summary(results, target, last))
@@ -147,7 +145,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
     """Draws each method's validation metric by round into a PNG file.
 
     Each fraction of stragglers has a panel. A curve shows the mean over seeds, and the band shows the range over seeds.
-    For the other arguments see :func:`summarize`.
+    For ``target`` and ``last`` see :func:`summarize`.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.

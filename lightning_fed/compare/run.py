@@ -119,9 +119,8 @@ def train(
 ) -> dict[str, Any] | None:
     """Trains a run. Returns the results, or ``None`` if the deadline ended the run.
 
-    ``folder`` holds the checkpoint from which an interrupted run resumes, and ``logs`` the TensorBoard logs.
-    ``on_round`` receives the round's number (from 1), the number of rounds, and the logged values. ``decision`` is the
-    BatchNorm option for a recipe with ``batch_norm="auto"``.
+    ``folder`` holds the checkpoint for resuming, and ``logs`` the TensorBoard logs. ``on_round`` receives the round's
+    number, the number of rounds, and the logged values. ``decision`` replaces ``batch_norm="auto"`` in the recipe.
     """
     trainer = _make_trainer(cli, run)
     federation = federation_of(trainer)

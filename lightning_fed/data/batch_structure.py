@@ -19,7 +19,7 @@ def batch_tensors(batch: Any) -> list[Tensor]:
 
 
 def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
-    """Returns a copy of ``batch`` with other tensors, in the order of :func:`batch_tensors`.
+    """Replaces the tensors in a copy of ``batch``, in the order of :func:`batch_tensors`.
 
     Example:
         >>> import torch

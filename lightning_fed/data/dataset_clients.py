@@ -34,13 +34,13 @@ SampleTransform: TypeAlias = Callable[[Any], Any]
 class DatasetClients(Population):
     """Clients with map-style data sets.
 
-    One ``DataLoader`` serves all clients, so workers fetch the next client's batches while the current client trains.
-    A single example at the end of a pass is added to the previous batch, because BatchNorm needs two examples.
+    One ``DataLoader`` serves all clients. A last batch with a single example is merged with the previous batch, because
+    BatchNorm needs two examples.
 
     Args:
         source: The clients' examples.
         batch_size: Examples per batch.
-        shuffle: Whether to draw a new order for every pass over a client's data.
+        shuffle: Whether to draw a new order for every epoch over a client's data.
         drop_last: Whether to drop an incomplete last batch.
         loader_options: Further arguments for the ``DataLoader``.
 
@@ -229,7 +229,7 @@ def client_subsets(
 ) -> Mapping[Client, ClientSubset]:
     """Splits a data set into clients, by the indices of each client's samples.
 
-    ``transform(client)`` returns a function that transforms this client's samples.
+    ``transform(client)`` returns the transform of this client's samples, if any.
     """
     while (
         isinstance(dataset, Subset) and type(dataset) is Subset
@@ -253,7 +253,7 @@ def _read_samples(dataset: Dataset[Any], indices: np.ndarray) -> list[Any]:
 class BatchRequest(NamedTuple):
     """Request to a worker process for one batch of a client.
 
-    ``positions`` are the indices of the examples. ``seed`` seeds the augmentation.
+    ``positions`` are the indices of the examples. ``seed`` is for random augmentation.
     """
 
     client: Client

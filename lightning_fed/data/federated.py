@@ -37,11 +37,10 @@ class EvaluationData(L.LightningDataModule):
     """Datamodule with validation and test data, common to all clients or separate for each client.
 
     Args:
-        val: Validation data: dataloaders as in ``Trainer.fit``, or a data set, or a mapping from client to the
-            client's data set or dataloaders.
+        val: Validation data: dataloaders as in ``Trainer.fit``, a data set, or a mapping by client.
         test: Test data, in the same formats.
-        known_clients: Function that returns the client names. A mapping without any of these names has dataloaders
-            as values, as in Lightning.
+        known_clients: Function that returns the client names. A mapping with other keys contains dataloaders, as in
+            Lightning.
     """
 
     def __init__(
@@ -124,12 +123,13 @@ class EvaluationData(L.LightningDataModule):
 
 
 class LoaderDataModule(EvaluationData):
-    """Datamodule with one training dataloader, to be split into clients, and with validation data.
+    """Datamodule with one training dataloader, whose data set is later split into clients.
 
     Args:
         train: The training dataloader.
         val: Validation data: dataloaders as in ``Trainer.fit``, or a mapping by client.
-        known_clients: Function that returns the clients; see :class:`~lightning_fed.data.federated.EvaluationData`.
+        known_clients: Function that returns the client names, as in
+            :class:`~lightning_fed.data.federated.EvaluationData`.
 
     Example:
         >>> import torch
@@ -154,20 +154,20 @@ class LoaderDataModule(EvaluationData):
 class FederatedDataModule(EvaluationData):
     """Datamodule for the clients of a federation, each with separate data.
 
-    With :class:`~lightning_fed.callbacks.Federation` a round trains one client after another. A plain ``L.Trainer``
+    With :class:`~lightning_fed.callbacks.Federation`, a round trains one client after another. A plain ``L.Trainer``
     trains on the pooled data of all clients, as a centralised baseline.
 
     Args:
-        clients: Training data by client, either data sets or ``DataLoader`` objects. In a sequence, the clients are 0,
-            1, ... A :class:`~lightning_fed.data.LazyClients` builds the data on access.
-        val: Validation data: loaders as in ``Trainer.fit``, a data set, or a mapping by client. With a mapping, scores
-            are logged for the pooled data and for every client.
+        clients: Training data by client, either data sets or ``DataLoader`` objects. A sequence numbers the clients
+            from 0. A :class:`~lightning_fed.data.LazyClients` builds the data on access.
+        val: Validation data: dataloaders as in ``Trainer.fit``, a data set, or a mapping by client. A mapping gives
+            scores for the pooled data and for every client.
         test: Test data, in the same formats.
-        batch_size: Examples per batch, for clients given as data sets.
-        shuffle: Whether every pass over a client's data has a new order.
+        batch_size: Examples per batch, if the clients have data sets.
+        shuffle: Whether to draw a new order for every epoch over a client's data.
         drop_last: Whether to drop an incomplete last batch.
         num_workers: Worker processes for the dataloaders.
-        pin_memory: See ``DataLoader``.
+        pin_memory: Whether to pin memory, as in ``DataLoader``.
         persistent_workers: Whether worker processes persist between rounds.
         collate_fn: Function from a list of samples to a batch.
 
@@ -260,7 +260,7 @@ def datamodule_of_handed(
 ) -> EvaluationData:
     """Builds the datamodule for data passed directly to ``Trainer.fit``.
 
-    ``train`` contains separate data for each client, or one ``DataLoader`` or data set for ``partition`` to split.
+    ``train`` has separate data for each client, or a ``DataLoader`` or data set that ``partition`` splits.
     """
     brings_clients = isinstance(train, Mapping | list | tuple) and not is_one_client(partition)
     if brings_clients and partition is not None:
@@ -332,7 +332,7 @@ def copy_loader(loader: Any) -> Any:
 
 
 def split_loaders(data: Any) -> Sequence[Any]:
-    """Converts one or several dataloaders to a list of dataloaders.
+    """Returns a list of dataloaders, given one or several.
 
     Example:
         >>> split_loaders([DataLoader([1]), DataLoader([2])])[1].dataset, len(split_loaders(DataLoader([1])))

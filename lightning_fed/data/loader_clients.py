@@ -40,10 +40,9 @@ class LoaderClients(Population):
     """Clients with one ``DataLoader`` each, or another iterable over batches.
 
     Args:
-        loaders: Maps clients to dataloaders. With several dataloaders for a client, as in a ``CombinedLoader``, every
-            batch contains a batch from each.
+        loaders: Dataloaders by client. Several dataloaders for a client are combined as in a ``CombinedLoader``.
         is_plain: Whether the federation has a single client. The client's dataloader then needs no length.
-        class_numbers: Maps class names to class numbers. A client with contradictory numbers is refused.
+        class_numbers: Class numbers by class name. A client with other numbers is refused.
     """
 
     def __init__(
@@ -59,8 +58,8 @@ class LoaderClients(Population):
     def num_samples(self, client: Client) -> int:
         """Number of the client's examples.
 
-        The number comes from the sampler or the data set, or else from one pass over the batches. For a dataloader
-        without length, the number is ``local_steps`` times the batch size.
+        Without a data set, the examples are counted in one pass over the batches. For data without length, the number
+        is ``local_steps`` times the batch size.
         """
         return self._count(client, self._loader(client))
 
@@ -279,7 +278,7 @@ def check_client_loader(loader: Any) -> None:
 
 @contextmanager
 def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
-    """Context with seeded random generators for a dataloader. Restores the earlier states afterwards.
+    """Context that seeds a dataloader's random generators, and restores the earlier states afterwards.
 
     Raises:
         ValueError: If the dataloader has persistent workers.

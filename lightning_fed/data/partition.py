@@ -19,7 +19,7 @@ MapDataset = Dataset[Any] | Sequence[Any]
 
 
 class Partition(abc.ABC):
-    """Base class of partitions: a partition splits a data set over clients.
+    """Base class of partitions. A partition splits a data set over clients.
 
     Custom partitions override :meth:`split`. If ``seed`` is None, the federation's seed is used.
     """

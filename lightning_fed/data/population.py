@@ -32,20 +32,20 @@ LONGEST_NAME = 1000
 
 @dataclass
 class PlannedVisit:
-    """A planned visit (one client's training in a round), with its progress.
+    """One client's training in a round, called a visit, with its progress.
 
     Args:
-        visit: The visit as scheduled.
+        visit: The client with round, seed and planned epochs or steps.
         num_samples: Number of the client's examples.
-        num_batches: Number of batches in the visit. For a dataloader without length, the largest possible number.
-        fault: Reason for a failure of the visit, if any.
+        num_batches: Number of batches to train on. For a dataloader without length, the largest possible number.
+        fault: Reason for a failure, if any.
         position: Index of the visit in the round, from 0.
         error: Exception that caused the failure, if any.
-        epoch_batches: Batches in one pass over the client's data; ``None`` if the data have no length.
-        pass_batches: Number of batches in each pass, if passes have different lengths; otherwise empty.
-        is_over: Whether the client's training has ended early.
-        is_stream: Whether the dataloader has no length, so that the visit ends with the dataloader.
-        is_counted: Whether the client's examples are counted during the first pass.
+        epoch_batches: Batches in a local epoch. ``None`` if the data have no length.
+        pass_batches: Batches in each local epoch, if the epochs differ in length. Otherwise empty.
+        is_over: Whether the training has ended early.
+        is_stream: Whether the dataloader has no length. The training then ends with the dataloader.
+        is_counted: Whether the client's examples are counted during the first local epoch.
     """
 
     visit: Visit
@@ -66,9 +66,9 @@ class PlannedVisit:
 
 @dataclass(slots=True)
 class VisitBatch:
-    """One batch of a visit, or the exception from loading the batch.
+    """One batch of a client's training, or the exception from loading the batch.
 
-    ``position`` is the visit's index. ``is_last`` marks the last batch of a dataloader without length.
+    ``position`` is the client's index in the round. ``is_last`` marks the last batch of a dataloader without length.
     """
 
     position: int
@@ -86,20 +86,20 @@ class VisitBatch:
 
 
 class Population(ABC):
-    """Base class of populations: a federation's clients with their training data.
+    """Base class for a federation's clients with their training data.
 
     Args:
-        clients: The client names in a fixed order; may be a lazy sequence such as ``range(1_000_000)``.
+        clients: The client names in a fixed order, such as ``range(1_000_000)``.
 
     Attributes:
-        has_raised: Whether a client's data or training step has raised an exception. Only the first is logged.
+        has_raised: Whether a client's data or training step has raised an exception.
         sampling: Draws the examples of every training batch, such as ``privacy.poisson.PoissonSampling``. By default
-            training passes over all examples.
+            an epoch passes over all examples.
         local_steps: Number of batches for a client in a round. If ``None``, the client trains for ``local_epochs``.
         local_epochs: Number of passes over a client's data in a round.
         round: Current round.
-        overfit_batches: The Trainer's option: number or fraction of each client's batches for training; 0 for all.
-        split_loader: The user's dataloader, if a partition splits the data set; otherwise ``None``.
+        overfit_batches: Number or fraction of each client's batches for training, as in the Trainer. 0 means all.
+        split_loader: The user's dataloader, if a partition splits its data set.
 
     Raises:
         ValueError: If ``clients`` is empty, or a name is longer than :data:`LONGEST_NAME`.
@@ -129,7 +129,7 @@ class Population(ABC):
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
         """Number of batches in a pass over a client's data, or ``None`` if unknown.
 
-        ``isolated`` is true for a pass outside training, without the limits for training.
+        ``isolated`` is true outside training. ``drop_last`` then has no effect, except in a client's own dataloader.
         """
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
@@ -140,19 +140,21 @@ class Population(ABC):
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Yields the batches of all visits. The caller skips a visit's items after an exception.
+        """Yields the batches of several clients. After an exception, the caller skips the client's other batches.
 
         Args:
-            visits: Visits (each is one client's training in a round), in order.
-            isolated: Whether the pass is outside training, without ``drop_last`` for data sets.
-            groups: Ranges of indices into ``visits``. Visits in a group yield one batch each in turn. By default one
-                visit follows another.
+            visits: The clients' planned training, in order.
+            isolated: Whether the batches are for use outside training. ``drop_last`` then has no effect, except in a
+                client's own dataloader.
+            groups: Ranges of indices into ``visits``. The clients in a range yield one batch each in turn. By default
+                one client follows another.
         """
 
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
         """Yields the batches in one pass over a client's data, in an order drawn from the visit's seed.
 
-        ``isolated`` is true for a pass outside training, without ``drop_last`` for data sets.
+        ``isolated`` is true outside training. The pass then contains all examples if :meth:`gives_all` is true. If the
+        data have no length, the pass has ``local_steps`` batches.
         """
         self.round = visit.round
         seed = derive_seed(visit.seed, 1)
@@ -310,7 +312,7 @@ class LazyClients(Mapping[Client, Any]):
     """Mapping that builds a client's data on every access, for any number of clients.
 
     Args:
-        clients: The client names; a ``range`` of any length needs no memory.
+        clients: The client names, such as a ``range``.
         build: Function from a client's name to the client's data set or dataloader.
 
     Example:
@@ -408,9 +410,9 @@ KnownClasses: TypeAlias = dict[Any, tuple[Any, str]]
 
 
 def check_class_numbers(known: KnownClasses, client: Client | None, data: Any, stage: str = "training") -> None:
-    """Checks that all clients number the classes equally. Adds this client's class numbers to ``known``.
+    """Checks that a client numbers the classes as in ``known``, and adds new classes to ``known``.
 
-    The numbers come from the attribute ``class_to_idx``, as in image folders.
+    The numbers come from the data set's attribute ``class_to_idx``, as in image folders.
     """
     # An image folder numbers only existing classes, so a class missing at one site changes the numbers there.
     place = f"the {stage} data" if client is None else f"client {client!r}"

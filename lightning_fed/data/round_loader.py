@@ -20,28 +20,28 @@ _OF_LOADER = ("dataset", "batch_size", "num_workers", "sampler")
 class RoundLoader:
     """Iterable over the training batches of a round, one client after another.
 
-    One client's training in the round is called a visit. After a failure in a visit, the remaining batches of the visit
-    are ``None``, and Lightning skips these. With several processes, each process serves some of the clients.
+    After a failure in a client's training, the client's other batches are ``None``, which Lightning skips. With several
+    processes, each process serves some of the clients.
 
     Args:
         population: The clients' data.
         cohort: The round's clients.
-        limit: Maximum number of batches in the round (``limit_train_batches``).
+        limit: Maximum number of batches in the round, from ``limit_train_batches``.
         process_group: The processes for the round.
-        visit_costs: Expected training time by client; by default proportional to the batches.
-        clock: Time limit for each client's training, by default none.
+        visit_costs: Expected training time by client. By default proportional to the batches.
+        clock: Time limit for a client's training, except simultaneous training; by default none.
 
     Attributes:
-        visits: The planned visits in this process, one per client, in order.
+        visits: The planned training for each client in this process, in order.
         failed: Clients without usable data, with the reason.
-        group: Visits of the latest batch, more than one only if several clients train at once.
-        interrupting: Context manager that interrupts the code inside at the time limit.
-        batches_left: Remaining batches in the group or in the padding.
+        group: The current client's planned training. Several items if several clients train at once.
+        interrupting: Context that interrupts the code inside at the time limit.
+        batches_left: Remaining batches for ``group``, or of the padding.
         num_skipped: Batches to skip, because a resumed fit has already trained on these.
-        padding: Number of ``None`` batches after the last visit, so that all processes have equally many batches.
+        padding: Number of ``None`` batches at the end, so that all processes have equally many batches.
         on_start: Function called before the first batch is fetched.
         on_skipped: Function called after the skipped batches.
-        on_visit: Function called at the start of every group.
+        on_visit: Function called at the start of every ``group``.
         on_end: Function called before the last batch of a dataloader without length.
     """
 
@@ -145,7 +145,7 @@ class RoundLoader:
     def epoch_position(self) -> tuple[int, bool] | None:
         """Index of the latest batch in the client's local epoch, and whether this batch ends the epoch.
 
-        The client's last batch always ends the epoch. ``None`` without a current client.
+        The client's last batch always ends the epoch.
         """
         if not self.group:
             return None

@@ -180,7 +180,7 @@ def _take_share(
 class VisitCosts:
     """Estimates the duration of clients' training from the measured seconds per batch.
 
-    A client without a measurement counts with the mean of the other clients, or with 1 second per batch.
+    A client without a measurement gets the other clients' mean, or else 1 second per batch.
 
     Example:
         >>> from lightning_fed.server.schedule import Visit

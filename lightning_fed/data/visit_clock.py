@@ -22,7 +22,7 @@ _AGAIN = 1.0  # seconds until the alarm repeats, for code that swallows the exce
 class VisitClock:
     """Timer for a client's training. Raises :class:`~lightning_fed.errors.VisitTimeout` at the time limit.
 
-    The timer uses the Unix alarm (``SIGALRM``). Only code inside the context :meth:`interrupting` is interrupted.
+    The timer only interrupts code in the context :meth:`interrupting`, with the Unix alarm ``SIGALRM``.
     """
 
     # The alarm interrupts Python code waiting for a file, a lock or a worker process, but not a loop in C.

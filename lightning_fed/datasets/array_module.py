@@ -30,17 +30,15 @@ _NEEDED: dict[str | None, tuple[Split, ...]] = {
 class ArrayDataModule(LightningDataModule, ABC):
     """Abstract data module with three data sets in memory. Subclasses implement `load_split`.
 
-    Splits and random subsets depend only on `seed`.
-
     Args:
         class_names: Class names.
         batch_size: Samples per training batch.
-        eval_batch_size: Samples per batch in validation, test and prediction; None means `batch_size`.
-        num_workers: Worker processes per loader. The data are in memory, so 0 is usually fastest.
-        train_size: Size of a random training subset; None uses all samples.
+        eval_batch_size: Samples per batch in validation, test and prediction. None means `batch_size`.
+        num_workers: Worker processes per dataloader. 0 is usually fastest.
+        train_size: Size of a random training subset. None means all samples.
         val_size: Size of a random validation subset.
         test_size: Size of a random test subset.
-        seed: Seed for subsets and held-out samples. Training uses another seed.
+        seed: Seed for splits and subsets, not for training.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class ArrayDataModule(LightningDataModule, ABC):
     def held_out(self, split: Split, num_train: int) -> np.ndarray:
         """Returns the indices of the samples for training or for validation.
 
-        Among ``num_train`` samples, `val_size` random samples are held out for validation.
+        Of ``num_train`` samples, `val_size` random samples are for validation.
         """
         all_positions = np.arange(num_train)
         validation = self.subset("val", all_positions)
@@ -164,8 +162,8 @@ class FileDataModule(ArrayDataModule):
     ) -> ArrayDataset:
         """Builds the data set for a split, with this module's normalisation and augmentation.
 
-        Inputs have shape (N, C, H, W). Targets are classes (N,) or masks (N, H, W). Groups (N,) are the samples'
-        natural clients, such as writers.
+        Inputs have shape (N, C, H, W). Targets are classes (N,) or masks (N, H, W). Groups (N,) name each sample's
+        natural client, such as the writer.
         """
         return ArrayDataset(
             inputs,

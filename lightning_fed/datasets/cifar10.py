@@ -16,17 +16,17 @@ from lightning_fed.datasets.torchvision_images import TorchvisionImages
 
 
 class CIFAR10(TorchvisionImages):
-    """CIFAR-10: 50,000 training and 10,000 test images, 32 x 32 RGB, 10 classes with equal sizes.
+    """CIFAR-10: 50,000 training and 10,000 test images, 32 x 32 RGB, in 10 classes.
 
-    For the arguments see `TorchvisionImages`. `augment` mirrors images and shifts by up to 4 pixels. The first file or
-    folder found under `data_dir` is read:
+    For the arguments see `TorchvisionImages`. `augment` mirrors images at random, and shifts by up to 4 pixels. The
+    first of these found under `data_dir` is read:
 
     - `cifar10/cifar10_{train,test}_jpeg.npz`, or the same files directly in `data_dir`. Arrays: `data`, all JPEG files
       concatenated (uint8), with file i at `data[offsets[i]:offsets[i + 1]]`; `offsets`; and `labels` (0..9).
-    - `cifar-10-batches-py/`, torchvision's pickled batches, verified by checksums.
+    - `cifar-10-batches-py/`, torchvision's pickled batches.
 
-    JPEG compression is lossy, so accuracies are only roughly comparable with published values. Source: A. Krizhevsky,
-    "Learning Multiple Layers of Features from Tiny Images", 2009.
+    With JPEG files, accuracies are only roughly comparable with published values. Source: A. Krizhevsky, "Learning
+    Multiple Layers of Features from Tiny Images", 2009.
 
     Example:
         >>> data = CIFAR10("data", train_size=10_000, augment=True)

@@ -34,12 +34,12 @@ class ClientSummary:
     Args:
         client: The client's name or number.
         num_examples: Number of examples.
-        counts: Examples per class, shape ``(classes,)``; for masks, pixels per class. Empty without classes.
-        num_ignored: Examples without a class; for masks, pixels.
-        brightness: Mean over images and channels; NaN if inputs are not images.
-        contrast: Standard deviation over pixels, averaged over images and channels.
+        counts: Examples per class, shape ``(classes,)``. For masks, pixels per class.
+        num_ignored: Examples without a class. For masks, pixels without a class.
+        brightness: Mean pixel value, or NaN if the inputs are not images.
+        contrast: Standard deviation over an image's pixels, averaged over images and channels.
         sharpness: Mean absolute difference between neighbouring pixels, divided by ``contrast``.
-        distance: Total variation distance between the class shares of this client and all clients, from 0 to 1.
+        distance: Total variation distance between the class frequencies of this client and of all clients, 0 to 1.
         images: The client's first images, each with shape ``(C, H, W)``.
     """
 
@@ -147,19 +147,18 @@ def report_clients(
     class_names: Sequence[str] = (),
     ignore_index: int | None = 255,
 ) -> ClientReport:
-    """Summarises the training data of every client, in one pass.
+    """Summarises the training data of every client, in one pass, including transforms and random augmentation.
 
-    Targets are labels, shape ``(N,)``, class masks ``(N, H, W)``, or one binary mask per class,
-    ``(N, classes, H, W)``.
+    Targets are labels ``(N,)``, class masks ``(N, H, W)``, or a binary mask per class, ``(N, classes, H, W)``.
 
     Args:
         population: The clients.
-        num_classes: Number of classes; if ``None``, the largest label plus one.
+        num_classes: Number of classes. By default the largest label plus one.
         class_names: Class names.
-        ignore_index: Label for "no class". Negative labels also mean no class.
+        ignore_index: Label of examples or pixels without a class. Negative labels also mean no class.
 
     Raises:
-        ValueError: If a batch has no inputs, a class is not below ``num_classes``, or a client's data have no length.
+        ValueError: If a batch has no inputs, a label is too large, or a client's data have no length.
 
     Example:
         >>> from torch.utils.data import TensorDataset

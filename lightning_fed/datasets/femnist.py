@@ -27,14 +27,13 @@ class FEMNIST(FileDataModule):
     `images` (N, 28, 28) uint8, black on white; `label` (0..9 digits, 10..35 capital, 36..61 small letters); `writer`,
     an index into `writer_names`; `split` (0 training, 1 test with the same writers, 2 test with new writers).
 
-    A random part of every writer's training samples is held out for validation. The data sets' `groups` are the
-    writers' names. Source: S. Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097; NIST Special
-    Database 19.
+    A random part of every writer's training samples is for validation. Source: S. Caldas et al., "LEAF: A Benchmark for
+    Federated Settings", arXiv:1812.01097; NIST Special Database 19.
 
     Args:
         data_dir: Folder that contains the file, or the file itself.
         invert: Whether to invert to white on black, as in MNIST.
-        test_writers: Test on new samples from training writers (`"seen"`), or from other writers (`"unseen"`).
+        test_writers: Whether test samples are from training writers (`"seen"`) or other writers (`"unseen"`).
         val_fraction: Fraction of each writer's training samples for validation, in [0, 1).
         batch_size: Images per training batch.
         **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed`.

@@ -36,7 +36,7 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
 def decode_images(sources: Iterable[bytes | Path], image_size: tuple[int, int] | None = None) -> Tensor:
     """Decodes images from bytes or paths to RGB, uint8, shape (N, 3, H, W).
 
-    Images are resized to the height and width in `image_size`, if given.
+    `image_size` is the height and width of resized images, by default the original size.
     """
     images = []
     for source in sources:

@@ -60,7 +60,7 @@ def _read_idx(path: Path) -> Tensor:
 class MNIST(_IdxImages):
     """Handwritten digits: 60,000 training and 10,000 test images, 28 x 28, white on black, 10 classes.
 
-    For the arguments see `TorchvisionImages`. `augment` takes a random crop and mirrors at random. The files are
+    For the arguments see `TorchvisionImages`. `augment` crops and mirrors images at random. The files are
     `<data_dir>/MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte`, gzipped or not.
 
     Source: Y. LeCun, C. Cortes and C. Burges, http://yann.lecun.com/exdb/mnist/.
@@ -77,9 +77,9 @@ class MNIST(_IdxImages):
 
 
 class FashionMNIST(_IdxImages):
-    """Zalando's articles: 60,000 training and 10,000 test images, 28 x 28, white on black, 10 classes with equal sizes.
+    """Zalando's articles: 60,000 training and 10,000 test images, 28 x 28, white on black, 10 classes.
 
-    Arguments and files are the same as for `MNIST`, in `<data_dir>/FashionMNIST/raw/`. Source: H. Xiao, K. Rasul and R.
+    Arguments and files are as for `MNIST`, in `<data_dir>/FashionMNIST/raw/`. Source: H. Xiao, K. Rasul and R.
     Vollgraf, https://github.com/zalandoresearch/fashion-mnist (MIT licence).
 
     Example:

@@ -43,28 +43,29 @@ class Omniglot(FileDataModule):
     """Handwritten characters, 28 x 28, white on black: many classes with few images per class.
 
     Omniglot's background set has 964 characters from 30 alphabets, and each character is a class. 20 people drew each
-    character once. The images are split by person, so every class is in all three splits. Omniglot's evaluation set
-    has 659 characters from 20 other alphabets, the classes 964 to 1622. :meth:`retrieval_dataloader` returns these
+    character once. The images are split by person, so training, validation and test data have the same classes.
+    Omniglot's evaluation set has 659 characters from 20 other alphabets. :meth:`retrieval_dataloader` returns these
     images, to evaluate retrieval by embeddings.
 
-    The first file or folder found under `data_dir` is read:
+    The first of these found under `data_dir` is read:
 
     - `omniglot/omniglot28.npz`, or the same file directly in `data_dir`. Arrays: `images` (N, 28, 28) uint8, white on
       black; `label` (0..1622, in alphabetical order by alphabet and character, background set first); `drawer` (1..20);
       `split` (0 background, 1 evaluation).
-    - `omniglot-py/`, torchvision's folders. Images with 105 x 105 pixels are resized by area averages and inverted.
+    - `omniglot-py/`, torchvision's folders. The images are inverted and resized from 105 x 105 pixels.
 
-    A natural client (`groups`) is a person with an alphabet: 420 training clients by default, with 14 to 55 images.
+    By default, a natural client has one person's drawings of one alphabet. There are 420 training clients with 14 to 55
+    images.
 
     Source: B. Lake, R. Salakhutdinov and J. Tenenbaum, "Human-level concept learning through probabilistic program
     induction", Science 2015; https://github.com/brendenlake/omniglot (MIT licence).
 
     Args:
         data_dir: Folder that contains the file or the folder, or the npz file itself.
-        download: Whether to download missing folders into `data_dir` with torchvision (needs a network).
-        val_drawers: Number of validation drawers per alphabet: the last drawers before the test drawers.
-        test_drawers: Number of test drawers per alphabet: the last of the 20 drawers.
-        group_by: Natural clients: a person with an alphabet (`"drawer"`), or an alphabet (`"alphabet"`).
+        download: Whether to download missing folders into `data_dir` with torchvision.
+        val_drawers: Number of people per alphabet whose drawings are for validation.
+        test_drawers: Number of people per alphabet whose drawings are for testing.
+        group_by: Natural clients: a person's drawings of an alphabet (`"drawer"`), or an alphabet (`"alphabet"`).
         batch_size: Images per training batch.
         **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed`.
 
@@ -119,9 +120,9 @@ class Omniglot(FileDataModule):
                 datasets.Omniglot(str(self.data_dir), background=is_background, download=True)
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads one split of the background set, the 30 alphabets for training.
+        """Reads the training, validation or test data from the background set.
 
-        The data set's `groups` name the client of each sample: `"Greek/07"` (alphabet and person) or `"Greek"`.
+        `groups` has each sample's natural client, such as `"Greek/07"` for alphabet and person, or `"Greek"`.
         """
         first_val, first_test = _DRAWERS - self.val_drawers - self.test_drawers + 1, _DRAWERS - self.test_drawers + 1
         drawings = self._read(is_background=True)

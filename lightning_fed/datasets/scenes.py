@@ -20,8 +20,8 @@ _USUAL_TEXTURE = 0.9  # probability that a shape has the texture of its class
 def render_scene(rng: np.random.Generator, image_size: int, dominant: float) -> tuple[np.ndarray, np.ndarray]:
     """Draws a scene for `ShapesDataset`. Returns an image (3, H, W) and a mask (H, W), both uint8.
 
-    In the mask, 0 is background and `SHAPES` start at 1. Each further shape has the class of the first shape with
-    probability ``dominant``, otherwise a random class.
+    In the mask, 0 is background and `SHAPES` start at 1. With probability ``dominant``, a further shape has the first
+    shape's class, otherwise a random class.
     """
     # One scene at a time: the arrays fit the cache, and a scene cannot depend on other scenes in a batch.
     axis = (np.arange(image_size) + 0.5) / image_size

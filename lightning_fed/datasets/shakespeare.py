@@ -29,9 +29,9 @@ _GENERATED = 12  # roles
 
 
 class Shakespeare(FederatedDataModule):
-    """Shakespeare's plays. A sample is a window of 80 characters with the next character. A role is a client.
+    """Shakespeare's plays, for predicting the next character in a text. Each role is a client.
 
-    The data come from the first existing file under `data_dir`, or from `data_dir` if this is a file:
+    The first of these files found under `data_dir` is read:
 
     - `shakespeare/shakespeare_roles.json.gz`, gzipped JSON: `roles`, a list of names such as `hamlet/HAMLET`, and
       `speeches`, a list of `[index of the role, text]` in the order of the plays.
@@ -39,32 +39,30 @@ class Shakespeare(FederatedDataModule):
 
     Both files may also be directly in `data_dir`. Without `data_dir`, random text is generated for 12 roles.
 
-    A role's text consists of the role's speeches, joined by line breaks. The first samples are for training and the
-    last for validation, as in the LEAF benchmark. Samples between both parts are dropped.
+    A sample is a window from the role's text. The first samples of a role are for training and the last for validation,
+    as in the LEAF benchmark.
 
     FedMA's setting is ``Shakespeare(data_dir, min_samples=10_000, max_clients=66)``, with LEAF's edition. Source: S.
     Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097; H. Wang et al., "Federated Learning
     with Matched Averaging", ICLR 2020.
 
     Args:
-        data_dir: Folder that contains the file, or the file itself; if None, generated text.
-        min_samples: Minimum number of samples per client with `stride` 1. Roles with fewer samples are skipped.
+        data_dir: Folder that contains the file, or the file itself. None means generated text.
+        min_samples: Minimum number of samples per client, counted with `stride` 1. Other roles are skipped.
         max_clients: Maximum number of clients. The first roles in the file are used.
         seq_length: Characters per window.
-        stride: Number of characters between window starts; a larger stride gives fewer samples with less overlap.
-        every_step: Whether the target is the next character at every position in a window, or only at the last
-            position.
-        vocabulary: `"leaf"` for LEAF's 80 characters, with spaces for all others. `"text"` for all characters in the
-            file.
-        val_fraction: Fraction of a role's samples for validation, taken from the end of the text; in (0, 1).
+        stride: Number of characters between window starts.
+        every_step: Whether to predict the next character at every position in a window, or only at the end.
+        vocabulary: `"leaf"` for LEAF's 80 characters, or `"text"` for all characters in the file.
+        val_fraction: Fraction of a role's samples for validation, in (0, 1).
         batch_size: Windows per training batch.
-        eval_batch_size: Windows per validation batch; None means `batch_size`.
-        num_workers: Worker processes per loader.
-        seed: Seed for generated text. Training uses another seed.
+        eval_batch_size: Windows per validation batch. None means `batch_size`.
+        num_workers: Worker processes per dataloader.
+        seed: Seed for generated text, not for training.
 
     Raises:
         FileNotFoundError: In `setup`, if no file is found.
-        ValueError: If a number is outside the allowed range; in `setup`, if the file has another format, or no role has
+        ValueError: If a number is outside the allowed range. In `setup`, if the file has another format, or no role has
             enough samples.
 
     Example:

@@ -16,23 +16,23 @@ _MEAN, _STD = 0.47, 0.22
 
 
 class ShapesDataset(ArrayDataset):
-    """Scenes with two to four shapes from five classes.
+    """Generated scenes with two to four shapes from five classes.
 
     A shape's class determines the outline, and with probability 0.9 the texture. Colours and areas do not depend on the
-    class. The background has strokes and specks, and noise is added.
+    class.
 
-    Each scene has a dominant class. The largest shape has this class. Every other shape has this class with probability
-    `dominant`, otherwise a random class. Mask values are 0 background, 1 disc, 2 square, 3 triangle, 4 ring, 5 cross.
-    For classification, the label is the shape class with the most visible pixels, from 0 disc to 4 cross.
+    The largest shape has the scene's dominant class. Mask values are 0 background, 1 disc, 2 square, 3 triangle,
+    4 ring, 5 cross. For classification, the label is the shape class with the most visible pixels, from 0 disc to
+    4 cross.
 
     Args:
         num_samples: Number of scenes.
-        image_size: Height and width in pixels, at least 16. Except for noise, a scene looks the same at every size.
-        seed: Seed for the generator, at least 0.
-        split: The split; scenes in different splits are independent.
-        dominant: Probability that another shape has the scene's dominant class, in [0, 1].
-        task: Whether the targets are masks (`"segmentation"`) or labels (`"classification"`).
-        augment: Same as in `ArrayDataset`.
+        image_size: Height and width in pixels, at least 16.
+        seed: Seed for the scenes, at least 0.
+        split: Training, validation or test data, with different scenes.
+        dominant: Probability that a further shape has the dominant class, in [0, 1]. Otherwise its class is random.
+        task: `"segmentation"` for masks as targets, or `"classification"` for labels.
+        augment: Function `augment(input, target)`, as in `ArrayDataset`.
 
     Example:
         >>> scenes = ShapesDataset(4, image_size=32)
@@ -70,19 +70,19 @@ class Shapes(ArrayDataModule):
     """Datamodule with generated scenes of discs, squares, triangles, rings and crosses.
 
     `ShapesDataset` describes the scenes. Segmentation has 6 classes, background and five shapes. Classification has 5
-    classes. With `dominant` near 1, almost every scene contains a single class, so the clients of a Dirichlet partition
-    have very different masks.
+    classes. With `dominant` near 1, most scenes contain shapes of only one class. The clients of a Dirichlet partition
+    then have very different masks.
 
     Args:
         num_train: Number of training scenes.
-        num_val: Number of validation scenes; 0 means no validation.
+        num_val: Number of validation scenes. 0 means no validation.
         num_test: Number of test scenes.
         image_size: Height and width in pixels, at least 16.
-        dominant: Probability that another shape has the scene's dominant class, in [0, 1].
-        task: Whether the targets are masks (`"segmentation"`) or labels (`"classification"`).
+        dominant: Probability that a further shape has the class of the largest shape, in [0, 1].
+        task: `"segmentation"` for masks as targets, or `"classification"` for labels.
         augment: Whether to mirror training scenes at random.
         batch_size: Scenes per training batch.
-        **options: `eval_batch_size`, `num_workers` and `seed` (for the scenes).
+        **options: `eval_batch_size`, `num_workers` and `seed`, the seed for the scenes.
 
     Example:
         >>> data = Shapes(num_train=8, num_val=2, num_test=2, image_size=32)

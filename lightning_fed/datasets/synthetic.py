@@ -16,9 +16,9 @@ from lightning_fed.messages import Client
 class Synthetic(FederatedDataModule):
     """Generated classification data from the FedProx paper, with 60 features and 10 classes.
 
-    The clients are 0, 1, ..., each with at least 50 examples. A separate linear model for each client generates the
-    labels, see :func:`~lightning_fed.datasets.synthetic_clients`. The last examples of every client are for testing, as
-    in the paper, and the examples before these are for validation.
+    Each client has at least 50 examples, with labels from the client's own linear model, see
+    :func:`~lightning_fed.datasets.synthetic_clients`. A client's last examples are for testing, as in the paper. The
+    last of the remaining examples are for validation.
 
     Source: T. Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, section 5.1.
 
@@ -26,10 +26,10 @@ class Synthetic(FederatedDataModule):
         alpha: How much the clients' models for the labels differ, at least 0.
         beta: How much the clients' inputs differ, at least 0.
         num_clients: Number of clients, at least 1.
-        val_fraction: Fraction for validation of the client's examples without the test data, in (0, 1).
+        val_fraction: Fraction of a client's remaining examples for validation, in (0, 1).
         test_fraction: Fraction of a client's examples for testing, in (0, 1).
         batch_size: Examples per batch.
-        seed: Seed for the data. Training uses another seed.
+        seed: Seed for the data, not for training.
 
     Raises:
         ValueError: If a number is outside the allowed range.

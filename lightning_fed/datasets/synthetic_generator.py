@@ -23,7 +23,7 @@ def synthetic_clients(
     num_features: int = 60,
     num_classes: int = 10,
 ) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]]:
-    r"""Draws the data for every client: inputs, shape ``(n_k, num_features)``, and labels, shape ``(n_k,)``.
+    r"""Draws inputs and labels for every client.
 
     .. math::
         u_k \sim \mathcal N(0, \alpha^2), \quad B_k \sim \mathcal N(0, \beta^2), \quad
@@ -33,12 +33,12 @@ def synthetic_clients(
         x \sim \mathcal N(v_k, \mathrm{diag}(j^{-1.2})), \quad y = \arg\max\,(x W_k + b_k), \quad
         n_k = \lfloor s_k \rfloor + 50, \ \log s_k \sim \mathcal N(4, 2^2)
 
-    Client k has :math:`n_k` inputs x with mean :math:`v_k`. The linear model :math:`W_k, b_k` gives the labels y. The
-    index j counts features, and c classes. A client's data depend only on the seed and the client.
+    Client k has :math:`n_k` inputs x, shape ``(n_k, num_features)``, with mean :math:`v_k`. The client's linear model
+    :math:`W_k, b_k` gives the labels y, shape ``(n_k,)``. The index j counts features, and c classes.
 
     Args:
-        alpha: Standard deviation of the clients' model means, at least 0.
-        beta: Standard deviation of the clients' input means, at least 0.
+        alpha: Standard deviation of the model means :math:`u_k`, at least 0.
+        beta: Standard deviation of the input means :math:`B_k`, at least 0.
         num_clients: Number of clients, at least 1.
         seed: Seed, not negative.
         num_features: Length of an input, at least 1.

@@ -42,8 +42,9 @@ def decode_text(codes: Tensor, vocabulary: str) -> str:
 def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, every_step: bool) -> ArrayDataset:
     """Cuts a text into N windows, each with the next character as target.
 
-    Windows start at positions from ``first`` to ``end``, exclusive. Inputs have shape ``(N, length)``, and targets
-    ``(N,)``. With ``every_step``, targets have shape ``(N, length)``.
+    A window starts at every ``stride``-th position from ``first`` to ``end``, exclusive. Inputs have shape
+    ``(N, length)``, and targets ``(N,)``. With ``every_step``, each character of a window has a target, shape
+    ``(N, length)``.
     """
     text = codes[first : end + length]
     inputs, following = (characters.unfold(0, length, stride) for characters in (text[:-1], text[1:]))

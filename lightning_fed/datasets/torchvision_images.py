@@ -16,16 +16,14 @@ from lightning_fed.datasets.arrays import ArrayDataset
 
 
 class TorchvisionImages(FileDataModule):
-    """Base class of `MNIST`, `FashionMNIST` and `CIFAR10`, in torchvision's file formats.
-
-    `val_size` random training images are held out for validation.
+    """Base class of `MNIST`, `FashionMNIST` and `CIFAR10`.
 
     Args:
-        data_dir: Folder that contains the data set's folder.
-        download: Whether to download missing files into `data_dir` with torchvision (needs a network).
-        val_size: Number of training images held out for validation; 0 trains on all images without validation.
+        data_dir: Folder around the data set's folder.
+        download: Whether to download missing files with torchvision.
+        val_size: Number of random training images held out for validation; 0 for no validation.
         augment: Whether to augment training images at random.
-        **options: `normalize`, and arguments for `ArrayDataModule`.
+        **options: `normalize`, and arguments of `ArrayDataModule`.
     """
 
     _source: ClassVar[str]
@@ -46,7 +44,7 @@ class TorchvisionImages(FileDataModule):
 
     @abstractmethod
     def find_files(self, split: Split) -> list[Path]:
-        """Returns the paths of the files for a split."""
+        """Returns the paths of the files for a split, or the path of a folder with the files."""
 
     @abstractmethod
     def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:

@@ -16,7 +16,7 @@ MASK_KEYS = ("mask", "masks", *TARGET_KEYS)  # masks first, because a batch may 
 
 
 def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
-    """Returns a batch's inputs. By default the first element, or the value of a key such as "image"."""
+    """Returns a batch's inputs. By default the first element, a key such as "image", or the batch itself."""
     first = batch[0] if isinstance(batch, Sequence) and batch else batch
     return _find(batch, inputs, INPUT_KEYS, first, "inputs")
 
@@ -28,7 +28,7 @@ def find_target(batch: Any, target: BatchKey = None) -> Tensor:
 
 
 def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
-    """Converts labels to integers, and removes a channel axis of size 1."""
+    """Converts labels to integers. Removes a channel axis of size 1, unless labels have ``feature_dims - 1`` axes."""
     if labels.is_floating_point():
         if not bool((labels == labels.round()).all()):
             raise ValueError("Expected integer class labels, but got fractions: select other labels with `target`.")

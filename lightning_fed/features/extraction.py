@@ -25,23 +25,24 @@ def extract_features(
 ) -> Tensor:
     """Extracts feature vectors from a model, for example to compare models.
 
-    The model runs in evaluation mode. Each position in a feature map is one vector. For the same batches, two models
-    with equal architecture yield vectors from the same positions.
+    The model runs in evaluation mode. Each position in a feature map gives one vector. With the same batches and seed,
+    two models of equal architecture are sampled at the same positions.
 
     Args:
-        model: LightningModule or any other module, called with the inputs of each batch.
+        model: LightningModule or other module, called with a batch's inputs.
         batches: Batches, such as a ``DataLoader`` without shuffling.
-        layer: Layer with the features as output; ``"auto"`` for :func:`~lightning_fed.modules.find_feature_layer`.
-        max_samples: Maximum number of vectors, a random sample; if ``None``, all vectors.
-        inputs: Index or key of the inputs in a batch, or a function of the batch. By default the first element, or a
-            common key such as ``"image"`` or ``"x"``.
+        layer: Name of the layer with the features as output; ``"auto"`` for
+            :func:`~lightning_fed.modules.find_feature_layer`.
+        max_samples: Maximum number of vectors, drawn at random; ``None`` for all vectors.
+        inputs: Index or key of the inputs in a batch, or a function of the batch. The default is the first element, or
+            a common key such as ``"image"``.
         seed: Seed for the random sample.
 
     Returns:
         Features, shape ``(n, d)``, float32, on the CPU, in the order of the data.
 
     Raises:
-        ValueError: If ``max_samples`` is below 1, the layer does not exist or is unused, or inputs are missing.
+        ValueError: If the layer does not exist or is unused, the inputs are missing, or ``max_samples`` is below 1.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))

@@ -42,19 +42,19 @@ def isolated_pass(
     is_muted: bool = True,
     is_training: bool = False,
 ) -> Iterator[None]:
-    """Context manager for running a user's module without effects on logged values and metrics.
+    """Context manager to run a user's module without effects on logged values and metrics.
 
-    By default the module is in evaluation mode, without gradients. Metrics are reset inside the context. Afterwards the
-    context restores metrics, parameters, buffers, training modes, and attributes with plain Python values.
+    Metrics are reset inside the context. Afterwards the context restores metrics, parameters, buffers, training modes
+    and simple attributes.
 
     Args:
         module: The user's module.
-        log: Function to call instead of ``module.log``. By default logged values are ignored.
-        gradients: Whether to enable gradients.
-        is_reloaded: Whether the context does not restore parameters and buffers, because the caller does.
+        log: Function that replaces ``module.log``. By default, logged values are ignored.
+        gradients: Whether to compute gradients.
+        is_reloaded: Whether the caller restores parameters and buffers, instead of the context.
         is_alone: Whether metrics use only values from this process.
-        is_muted: Whether to disable the loggers, so that the module's images are not logged twice.
-        is_training: Whether layers keep the current training mode, instead of evaluation mode.
+        is_muted: Whether to disable the loggers.
+        is_training: Whether layers keep their training mode. By default, all are in evaluation mode.
     """
     metrics = find_metrics(module)
     stand_in = OverriddenMethod(module, "log", log or _ignore)
@@ -155,9 +155,9 @@ def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any, dat
 
 
 def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, *indices: int) -> Any:
-    """Calls the step ``name`` of a module with a batch from :func:`prepare_batch`, in the Trainer's precision.
+    """Calls the module's method ``name`` with a batch from :func:`prepare_batch`, in the Trainer's precision.
 
-    ``indices`` contains the batch index. With several dataloaders, the dataloader's index follows.
+    ``indices`` contains the batch index and, with several dataloaders, the dataloader's index.
     """
     step = getattr(module, name)
     wants_index = len(inspect.signature(step).parameters) > 1

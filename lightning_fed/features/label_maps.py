@@ -19,12 +19,13 @@ _VOID_OF_8_BITS = 255
 def class_indices(
     labels: Tensor, num_classes: int, ignore_index: VoidLabel = "auto", exclude_classes: Sequence[int] = ()
 ) -> Tensor:
-    """Converts labels to class indices. Void pixels and excluded classes become ``num_classes``.
+    """Converts labels to class indices.
 
-    Void pixels are pixels without a class. ``ignore_index`` is the label of void pixels, as in :func:`void_label`.
+    Void pixels, which have no class, and pixels of excluded classes get the index ``num_classes``. ``ignore_index`` is
+    the label of void pixels, see :func:`void_label`.
 
     Raises:
-        ValueError: If a label or an option is outside the allowed range.
+        ValueError: If a label or an option is out of range.
 
     Example:
         >>> class_indices(torch.tensor([0, 1, 2, 255]), num_classes=3, exclude_classes=[0]).tolist()
@@ -63,7 +64,7 @@ def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
 def resize_labels(labels: Tensor, size: Sequence[int]) -> Tensor:
     r"""Resizes label maps ``(N, *label_size)`` to ``(N, *size)`` by nearest neighbour.
 
-    The result equals ``torch.nn.functional.interpolate(mode="nearest")``, but without rounding errors for large labels.
+    Unlike ``torch.nn.functional.interpolate(mode="nearest")``, large labels are not rounded.
 
     Example:
         >>> resize_labels(torch.tensor([[[0, 0, 1, 1], [255, 255, 1, 0]]]), (1, 2)).tolist()

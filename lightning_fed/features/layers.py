@@ -30,11 +30,11 @@ class FeatureLayer(NamedTuple):
 
 
 def find_feature_layer(module: nn.Module, classifier: str | None = None) -> FeatureLayer:
-    """Finds the end of the feature extractor in classifiers and segmentation models.
+    """Finds the layer with a model's features.
 
-    In a segmentation model, the features are the output of the encoder or backbone. In other models, the features are
-    the input of ``classifier``, by default from :func:`find_classifier`. A model without such a layer raises
-    ``ValueError``.
+    In segmentation models, the features are the output of the encoder or backbone. In other models, the features are
+    the input of ``classifier``, by default from :func:`find_classifier`. Without such a layer, ``ValueError`` is
+    raised.
 
     Example:
         >>> find_feature_layer(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 2)))
@@ -68,11 +68,11 @@ def require_classifier(module: nn.Module) -> str:
 
 
 def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str | None:
-    """Finds a model's classifier, the layer with the logits as output. Returns the name, or ``None``.
+    """Finds a model's classifier, the layer with the logits as output. Returns its name, or ``None``.
 
-    Without a special head, such as timm's ``get_classifier()``, the classifier is the last linear or convolutional
-    layer. Frozen networks, such as a teacher, are ignored. ``optimized`` contains the ids of the trained parameters, by
-    default all parameters with gradients.
+    By default, this is the last linear or convolutional layer. A model may also declare a classifier, such as timm's
+    ``get_classifier()``. Frozen networks, such as a teacher, are ignored. ``optimized`` contains the ids of trained
+    parameters, by default of all parameters with gradients.
 
     Example:
         >>> find_classifier(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
@@ -122,7 +122,7 @@ def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
 class FeatureTap:
     """Forward hook that stores a layer's features, shape ``(N, d)`` or ``(N, d, *size)``.
 
-    Later layers may change ``features`` in place. ``on_features`` receives the unchanged features.
+    Later layers may change ``features`` in place. ``on_features`` receives the features before later layers run.
     """
 
     def __init__(self, layer: FeatureLayer, channels_last: bool) -> None:
@@ -147,14 +147,13 @@ class FeatureTap:
 
 @contextmanager
 def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]:
-    """Context manager to read a layer's features in forward passes. Yields a :class:`FeatureTap`.
+    """Context manager to read a layer's features in forward passes.
 
-    Code compiled before the context skips the tap, unless :func:`without_compiled_code` is active.
+    Yields a :class:`FeatureTap`. For compiled models, also use :func:`without_compiled_code`.
 
     Args:
         module: Model, or a module with the model inside.
-        layer: The layer, and whether to read the input or output. From an encoder's list of feature maps, the tap
-            reads the last.
+        layer: The layer, and whether to read the input or output. From a list of feature maps, the last is read.
 
     Raises:
         ValueError: If the layer does not exist.
@@ -206,9 +205,10 @@ def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 
 
 def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Yields all submodules with names, except metrics and frozen networks, such as the teacher in distillation.
+    """Yields submodules with their names, except metrics and frozen networks.
 
-    A single frozen layer is yielded. ``optimized`` contains the ids of the trained parameters, by default all
+    A frozen network is, for example, the teacher in distillation. Single frozen layers are yielded, and
+    everything if no parameter is trained. ``optimized`` contains the ids of trained parameters, by default of all
     parameters with gradients.
     """
     trained = set(optimized) or {id(parameter) for parameter in module.parameters() if parameter.requires_grad}

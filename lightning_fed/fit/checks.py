@@ -97,10 +97,9 @@ def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
 
 
 def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients: int) -> None:
-    """Refuses Trainer settings that do not fit the number of batches in a client's training.
+    """Refuses Trainer settings that do not fit the number of batches per client and round.
 
-    For example, this number must be a multiple of ``accumulate_grad_batches``. With a single client, only some settings
-    are checked.
+    For example, this number must be a multiple of ``accumulate_grad_batches``. A single client needs fewer checks.
     """
     if any(planned.epoch_batches is None for planned in visits):
         _check_shares(trainer, "overfit_batches")
@@ -144,10 +143,10 @@ def _check_shares(trainer: L.Trainer, *names: str) -> None:
 def validate_after_rounds(
     trainer: L.Trainer, visits: Sequence[PlannedVisit], known: dict[float, int], revert: Callable[..., object]
 ) -> None:
-    """Converts ``val_check_interval`` from batches to rounds, so that validation follows complete rounds.
+    """Converts ``val_check_interval`` from batches to rounds, to validate only after complete rounds.
 
-    ``visits`` are the clients' trainings in a round, and ``known`` caches the result. ``revert(function, *arguments)``
-    registers a call that restores the Trainer's settings after the fit.
+    ``visits`` are the local trainings of a round, and ``known`` stores earlier results.
+    ``revert(function, *arguments)`` registers a call that restores the Trainer's settings after the fit.
     """
     interval, every = getattr(trainer, "val_check_interval", None), trainer.check_val_every_n_epoch
     if interval is None:
@@ -176,7 +175,7 @@ def validate_after_rounds(
 def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) -> None:
     """Refuses Trainer settings and callbacks that do not work in a federated fit.
 
-    ``is_plain`` is true for a federation with one client, with fewer checks.
+    ``is_plain`` is true for a federation with one client, which needs fewer checks.
     """
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
         raise MisconfigurationException(
@@ -293,9 +292,9 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
 
 
 def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """Refuses to resume with other update steps than in the checkpoint.
+    """Refuses to resume a fit with other update steps or privacy callbacks than in the checkpoint.
 
-    ``then`` (in the checkpoint) and ``now`` (in the fit) map an update step's name to a text with the options.
+    ``then`` (from the checkpoint) and ``now`` map each name to the options as text. Order and options must be equal.
     """
     old = "which the checkpoint does not record" if then is None else ", ".join(then.values()) or "none"
     new = ", ".join(now.values()) or "none"

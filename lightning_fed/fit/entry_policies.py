@@ -35,19 +35,19 @@ def decide_policies(
     batch_norm: BatchNormOption,
     sliced: Collection[str] = (),
 ) -> dict[str, Policy]:
-    """Determines whether each state dict tensor is shared, personal, frozen or sliced.
+    """Decides whether each state dict tensor is shared, personal, frozen or sliced.
 
-    Personal tensors stay on the client, and frozen tensors are never sent. From sliced tensors, clients receive only
-    some rows. ``batch_norm`` can change the policies in BatchNorm layers:
+    Personal tensors stay on the client, and frozen tensors are never sent. Of sliced tensors, a client receives only
+    some rows. ``batch_norm`` determines the policies in BatchNorm layers:
 
     - ``"personal"``: weights and running statistics are personal.
     - ``"frozen"``: running statistics are frozen.
-    - :class:`~lightning_fed.LocalStatistics`: running statistics are personal with ``measured="visit"``. Otherwise
-      running statistics are frozen or, with ``unseen="pooled"``, shared.
+    - :class:`~lightning_fed.LocalStatistics`: with ``measured="visit"``, running statistics are personal. Otherwise
+      they are shared with ``unseen="pooled"``, or else frozen.
 
     Raises:
-        ValueError: If a selector matches nothing, ``batch_norm`` requires BatchNorm layers and the model has none, an
-            entry is both personal and frozen, or a sliced entry is personal, frozen or missing.
+        ValueError: If a selector matches no tensor, policies of a tensor conflict, a sliced tensor is missing, or
+            ``batch_norm`` requires BatchNorm layers and the model has none.
 
     Example:
         >>> policies = decide_policies(nn.BatchNorm1d(2), [], [], LocalStatistics())
@@ -94,7 +94,7 @@ def decide_policies(
 def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozenset[str]:
     """Returns the names of shared buffers with NaN or infinite values, such as an unset threshold.
 
-    Running statistics are excluded, because NaN or infinite statistics are errors.
+    Running statistics are not returned, because such values are errors there.
 
     Example:
         >>> module = nn.BatchNorm1d(1)

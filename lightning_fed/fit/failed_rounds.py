@@ -16,10 +16,10 @@ class FailedRounds:
     """Counts consecutive rounds without a new global model, and ends the fit after too many.
 
     Args:
-        in_a_row: Number of consecutive failed rounds, counted since the last new global model.
+        in_a_row: Number of failed rounds since the last new global model.
         has_trained: Whether any round has succeeded.
-        message: Error message about the failed rounds; empty if the number is not limited.
-        cause: First exception from a client in the last failed round.
+        message: Error message about the failed rounds; empty without a limit.
+        cause: First client's exception in the last failed round.
     """
 
     in_a_row: int = 0
@@ -36,15 +36,15 @@ class FailedRounds:
         errors: Mapping[Client, Exception] | None = None,
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Counts a round without a new global model. Raises an error after ``limit`` consecutive such rounds.
+        """Counts a round without a new global model. Raises an error after ``limit`` such rounds in a row.
 
-        A round is not counted if dropouts left fewer than ``min_clients`` clients. ``errors`` contains the exceptions
-        from clients in this process. With ``limit=None`` no error is raised.
+        Rounds with fewer than ``min_clients`` clients because of dropouts are not counted. ``errors`` contains the
+        exceptions of clients in this process. With ``limit=None`` no error is raised.
 
         Raises:
-            Exception: If all clients of the round (at least two, or the only client) fail with the same type of
-                exception. The first client's exception is raised.
-            RuntimeError: If ``limit`` consecutive rounds have failed. Also replaces an exception from another process.
+            Exception: If all clients of a round (at least two, or the federation's only client) fail with the same type
+                of exception. The first exception is raised.
+            RuntimeError: If ``limit`` rounds in a row have failed. Also replaces an exception from another process.
         """
         num_reports = len(report.received) + len(report.failed)
         if num_reports < min_clients and (report.received or not report.failed):  # dropouts

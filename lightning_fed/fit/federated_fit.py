@@ -42,10 +42,10 @@ _SAVED_OF_BATCH_NORM = ("initial_statistics", "decision", "num_measured", "model
 
 
 class RemoteSide(ABC):
-    """Connection between the server's process and clients on other machines, seen from either end.
+    """Connection between the server's process and clients on other machines.
 
     Attributes:
-        has_server: Whether this process is the server, which runs the callbacks' server hooks.
+        has_server: Whether this process is the server.
         population: The clients known to this process.
     """
 
@@ -77,8 +77,8 @@ class RemoteSide(ABC):
     ) -> list[tuple[Client, State]]:
         """Asks remote clients to measure statistics for BatchNorm inputs.
 
-        Returns pairs of client and statistics, without clients that do not answer. ``send`` creates a client's
-        broadcast. On a client's machine the result is empty.
+        Returns each answering client with its statistics. ``send`` creates the broadcast for a client. On a client's
+        machine the result is empty.
         """
         return []
 
@@ -91,8 +91,8 @@ class RemoteSide(ABC):
     ) -> Iterator[tuple[Client, ClientUpdate | str]]:
         """Asks remote clients a question outside a round. Yields each answer, or the reason for a missing answer.
 
-        ``send`` creates a client's broadcast. ``question`` contains only plain values. On a client's machine nothing is
-        yielded.
+        ``send`` creates the broadcast for a client. ``question`` contains only plain values. On a client's machine
+        nothing is yielded.
         """
         return iter(())
 
@@ -101,22 +101,22 @@ class RemoteSide(ABC):
 class BatchNormState:
     """Treatment of BatchNorm's running statistics in a fit.
 
-    The option ``"auto"`` compares the clients' statistics after a round. If the statistics differ much, each client
-    keeps its own statistics.
+    With the option ``"auto"``, the fit compares the clients' statistics after a round. If these differ much, each
+    client keeps its own statistics.
 
     Args:
         option: The user's option ``batch_norm``.
-        treatment: The option in effect. ``LocalStatistics()`` replaces ``"auto"`` if the server cannot see single
-            clients' statistics.
-        decision: Choice of ``"auto"``: ``"own"`` statistics for each client, or ``"pooled"``; empty before the choice.
+        treatment: The option in effect. If the server cannot see single clients' statistics, ``LocalStatistics()``
+            replaces ``"auto"``.
+        decision: Choice of ``"auto"``: ``"own"`` statistics per client, or ``"pooled"``; empty before the choice.
         is_alone: Whether the federation has a single client.
-        initial_statistics: Running statistics for the start of each client's first training; only used with
+        initial_statistics: Running statistics at the start of each client's first training, for
             ``LocalStatistics("pooled", "visit")``.
         num_measured: Number of rounds in which clients reported statistics.
-        reports: Latest statistics from each client, stored until the choice of ``"auto"``.
-        model_round: Index of the last round with a new global model; -1 before the first new model.
+        reports: Latest statistics from each client, until ``"auto"`` has chosen.
+        model_round: Index of the last round with a new global model; -1 for none.
         norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
-        served_client: During an evaluation, the client whose own statistics are in the module, or ``None``.
+        served_client: Client whose statistics are in the module, during an evaluation; otherwise ``None``.
     """
 
     option: BatchNormOption
@@ -184,30 +184,31 @@ class BatchNormState:
 
 
 class FederatedFit:
-    """State of one federated fit, shared by all features in the package.
+    """State of one federated fit.
 
     :class:`~lightning_fed.rounds.loop.RoundLoop` holds the state of the loop over rounds.
 
     Attributes:
-        remote: Connection to other machines; ``None`` if server and clients are in this process.
+        remote: Connection to the clients or the server on other machines; ``None`` if all are in this process.
         has_server: Whether the server is in this process.
         trainer: The Trainer; set by ``setup``.
-        policies: Maps state dict entries to policies, such as shared or personal; empty before :meth:`decide_policies`.
-        unset: Names of buffers frozen because of initial NaN or infinite values; ``None`` before the fit.
-        is_plain: Whether the fit equals a fit without federation, with a single client. Before the first round, the
-            value from the checkpoint, or ``None``.
-        cohort: The clients in the current or last round.
+        policies: Policy of each state dict tensor, such as ``"shared"``; empty before :meth:`decide_policies`.
+        unset: Names of buffers that are not sent because they start with NaN or infinite values; ``None`` before the
+            fit.
+        is_plain: Whether the fit has a single client and equals a fit without federation. Before the first round, the
+            value from a checkpoint, or ``None``.
+        cohort: Clients in the current or last round.
         rounds: Number of finished rounds.
         number: Number of earlier fits with this Trainer.
-        clock: Time limit for a client's training in a round; ``None`` without a limit.
-        limit_visit: Function that returns a context with this time limit.
-        synchronisation: Synchronises several processes in a round; ``None`` with one process.
-        warned: Topics with an earlier warning, see :meth:`record_warning`.
-        changes: Changes to warning filters, generators and the user's objects, reverted by :meth:`close`.
+        clock: Time limit for each local training; ``None`` without a limit.
+        limit_visit: Function that returns a context with this limit.
+        synchronisation: Synchronises the processes in a round; ``None`` with one process.
+        warned: Topics of earlier warnings, see :meth:`record_warning`.
+        changes: Temporary changes to global settings and the user's objects, reverted by :meth:`close`.
         batch_norm: Treatment of BatchNorm's running statistics.
-        fastest: Result for ``visits="fastest"``: how many clients train simultaneously (0 before the measurement), and
-            the measured speed-up.
-        averages: Lightning's weight averaging in this fit; ``None`` without weight averaging.
+        fastest: Choice of ``visits="fastest"``: number of clients trained simultaneously (0 before the choice), and the
+            speed-up expected from benchmarks.
+        averages: Lightning's weight averaging; ``None`` if not used.
     """
 
     trainer: L.Trainer

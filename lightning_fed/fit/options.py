@@ -16,18 +16,18 @@ from lightning_fed.server.schedule import Availability
 
 @dataclass(frozen=True)
 class LocalStatistics:
-    """Option ``batch_norm``: clients share the weights, but each client has separate running statistics.
+    """Option ``batch_norm``: clients share the weights, but each client has its own running statistics.
 
     After the aggregation, each client in the round passes its data once through the new global model. The client stores
-    mean and variance for each BatchNorm layer. A client with statistics from an older model measures again before
-    evaluation. Checkpoints contain 8 bytes per channel and client. With many clients, set ``store`` to a folder path.
+    mean and variance for each BatchNorm layer. Other clients measure before an evaluation. Checkpoints contain 8 bytes
+    per channel and client. With many clients, set the option ``store`` to a folder.
 
     Args:
-        unseen: Statistics for data that belong to no client. ``"batch"``: statistics of each batch. ``"data"``:
-            statistics of the whole loader, measured in a pass without labels before the evaluation (AdaBN, Li et al.
-            2016). ``"pooled"``: statistics pooled over the round's clients, as with ``batch_norm="recalibrate"``.
+        unseen: Statistics for data of no client. ``"batch"``: statistics of each batch. ``"data"``: statistics of the
+            whole loader, measured before the evaluation (AdaBN, Li et al. 2016). ``"pooled"``: statistics pooled over
+            the round's clients.
         measured: Time of the measurement. ``"aggregation"``: after the aggregation, with the new weights. ``"visit"``:
-            during the client's training, while the weights change, as in SiloBN.
+            during local training, while the weights change, as in SiloBN.
 
     Example:
         >>> from lightning_fed import Federation
@@ -73,15 +73,15 @@ class VisitsAtOnce(ABC):
 
 @dataclass(frozen=True)
 class Faults:
-    """Option ``faults``: limits on client failures in a fit.
+    """Option ``faults``: limits on client failures.
 
     Args:
-        min_clients: Minimum number of valid updates per round. With fewer updates the global model does not change.
-        max_failed_rounds: Number of consecutive rounds without a new model, due to failed clients, after which the fit
-            ends with an error. A round in which all clients raise the same error ends the fit at once. A fit without
-            any successful round also ends with an error. If ``None``, the fit continues after any failure.
-        visit_timeout: Time limit for one client's training in a round, in seconds; by default no limit. Requires Unix,
-            and a fit in the main thread.
+        min_clients: Minimum number of valid updates per round. With fewer updates, the global model does not change.
+        max_failed_rounds: Number of consecutive failed rounds after which the fit ends with an error. The fit also ends
+            if all clients of a round raise the same error, or if no round has succeeded at the end. If ``None``, the
+            fit continues after any failure.
+        visit_timeout: Time limit for one client's training in a round, in seconds; ``None`` for no limit. Requires
+            Unix, and a fit in the main thread.
 
     Example:
         >>> from lightning_fed import Federation
@@ -110,11 +110,12 @@ VisitsOption: TypeAlias = VisitsName | VisitsAtOnce
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Checked options for a fit. For other arguments see :class:`~lightning_fed.callbacks.Federation`.
+    """Checked options of a fit. For other arguments see :class:`~lightning_fed.callbacks.Federation`.
 
     Args:
-        visits_at_once: Object that trains several clients simultaneously, such as ``Vectorized(8)``, or ``None``.
-        visits_one_by_one: Training loop for one client: ``"fused"`` (from this package), ``"lightning"`` or ``"auto"``.
+        visits_at_once: Object that trains several clients simultaneously, such as ``Vectorized(8)``; ``None`` for none.
+        visits_one_by_one: Training loop for one client: ``"fused"`` (this package's loop), ``"lightning"`` or
+            ``"auto"``.
         has_personal_entries: Whether some state dict tensors stay on each client.
     """
 

@@ -34,17 +34,17 @@ _NAME = re.compile(r"[A-Za-z0-9._/-]{1,100}")
 class RoundLog:
     """Writes a round's values to the Trainer's loggers and ``callback_metrics``.
 
-    The logged step is the number of batches so far, as in Lightning, and ``epoch`` is the round. The logging guide
-    defines the values: ``fed/clients``, ``fed/stragglers``, ``fed/dropped``, ``fed/failed``, ``fed/num_samples``,
-    ``fed/update_norm``, ``fed/global_update_norm``, ``fed/drift``, ``fed/batch_norm_shift``, ``comm/up_bytes``,
-    ``comm/down_bytes``, ``comm/total_up_bytes`` and ``comm/total_down_bytes``.
+    The logged step is the number of batches so far, and ``epoch`` is the round. The logging guide defines the values:
+    ``fed/clients``, ``fed/stragglers``, ``fed/dropped``, ``fed/failed``, ``fed/num_samples``, ``fed/update_norm``,
+    ``fed/global_update_norm``, ``fed/drift``, ``fed/batch_norm_shift``, ``comm/up_bytes``, ``comm/down_bytes``,
+    ``comm/total_up_bytes`` and ``comm/total_down_bytes``.
 
-    Clients send further numbers in ``metrics`` of the update. The mean over the clients is logged as
-    ``clients/<name>``. The log has at most 64 names per client and round, and 256 names per fit. A warning appears if
-    numbers are not logged.
+    Clients can send more numbers in ``update.metrics``. The mean over the clients is logged as ``clients/<name>``. At
+    most 64 names per client and round, and 256 names per fit, are logged. Values that are not finite are skipped, and
+    names with over 100 characters or other characters than letters, digits and ``._-/``.
 
     Attributes:
-        totals: Sums over the finished rounds in this process, by name, such as ``rounds``, ``failed`` and ``up_bytes``.
+        totals: Sums over the finished rounds in this process, such as ``rounds``, ``failed`` and ``up_bytes``.
         total_up_bytes: Bytes in all updates since the first round.
         total_down_bytes: Bytes in all broadcasts since the first round.
     """
@@ -87,9 +87,9 @@ class RoundLog:
     ) -> None:
         """Logs a round's client counts, bytes, norms and metrics.
 
-        ``before`` and ``after`` are the shared model entries at the start and the end of the round. ``parameters``
-        contains the names of the trained entries, and ``measured`` the aggregation rule's metrics. If ``is_private``,
-        only ``measured`` is logged.
+        ``before`` and ``after`` are the shared tensors at the start and the end of the round. ``parameters`` contains
+        the names of trained parameters, and ``measured`` the aggregation rule's metrics. If ``is_private``, only
+        ``measured`` is logged.
         """
         totals = self.total_up_bytes + report.up_bytes, self.total_down_bytes + report.down_bytes
         if is_private:  # without totals, which the summary would publish
@@ -128,8 +128,8 @@ class RoundLog:
     ) -> None:
         """Logs ``values`` by name for a round.
 
-        ``passing`` maps a source, such as ``"aggregator"``, to the source's names in this round. Names from the same
-        source in earlier rounds are removed from ``callback_metrics``.
+        ``passing`` maps a source, such as ``"aggregator"``, to the names it logs in this round. Its names from earlier
+        rounds are removed from ``callback_metrics``.
         """
         for kind, names in passing.items():
             self._replace(trainer, kind, names)
@@ -196,8 +196,8 @@ def describe_end(
 ) -> str:
     """Formats a fit's results as a table.
 
-    ``totals`` contains sums over rounds, and ``metrics`` the last logged values. If ``recalibrates``, a row notes the
-    second transfer of each new model for BatchNorm statistics.
+    ``totals`` contains sums over rounds, and ``metrics`` the last logged values. ``recalibrates`` adds a note that each
+    new model is sent twice, for BatchNorm statistics.
 
     Example:
         >>> totals = {"rounds": 2, "clients": 5, "failed": 1, "dropped": 0, "down_bytes": 4000, "up_bytes": 3500}

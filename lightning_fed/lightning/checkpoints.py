@@ -38,7 +38,7 @@ class RoundCheckpoint(Checkpoint):
 class SafeCheckpointIO(TorchCheckpointIO):
     """Writes Lightning checkpoints atomically, and loads checkpoints without pickle.
 
-    A pickle can execute any code. Without atomic writes, a full disk could destroy the last checkpoint.
+    Pickle can execute code from a file. Atomic writes protect the last checkpoint if the disk is full.
     """
 
     def load_checkpoint(

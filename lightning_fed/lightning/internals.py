@@ -45,10 +45,10 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 
 
 class OverriddenMethod:
-    """Replaces a method of an object until :meth:`restore`. ``original`` is the replaced method.
+    """Replaces an object's method until :meth:`restore`.
 
-    A copy of the object (``copy.deepcopy(module)``) has the original method. Lightning finds hooks on the instance, and
-    follows ``__wrapped__`` to check whether a hook is overridden.
+    ``original`` is the replaced method. A copy of the object (``copy.deepcopy(module)``) has the original method.
+    Lightning follows ``__wrapped__`` to check whether a hook is overridden.
     """
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -75,14 +75,14 @@ class OverriddenMethod:
 
 @contextmanager
 def ignored_warning(message: str, module: str = "") -> Iterator[None]:
-    """Context that ignores a warning. Regular expressions match the warning's text and the ``module``'s name.
+    """Context manager that ignores a warning.
 
-    Other filters added in the context stay. The function relies on ``warnings.filters``, a list with the latest filter
-    first.
+    ``message`` and ``module`` are regular expressions for the warning's text and the module's name. Other filters added
+    in the context stay.
     """
     # With a comment, because otherwise an equal filter of the user or an outer fit would be replaced.
     warnings.filterwarnings("ignore", f"(?#{next(_numbers)}){message}", module=module)
-    filters: list[Any] = warnings.filters  # type: ignore[assignment] # a list, unlike the declared type
+    filters: list[Any] = warnings.filters  # type: ignore[assignment] # a list, unlike the declared type, latest first
     added = filters[0]
     try:
         yield
@@ -108,7 +108,7 @@ def datamodule_of(trainer: L.Trainer) -> Any:
 
 
 def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
-    """Returns the training and validation data passed to ``fit``, each ``None`` if missing.
+    """Returns the training and validation data passed to ``fit``; ``None`` if missing.
 
     The fit loop and the validation loop store the data in the attribute ``_data_source``.
     """
@@ -155,7 +155,7 @@ def is_validating(trainer: L.Trainer) -> bool:
 
 
 def exchange_stage(trainer: L.Trainer, stage: Any) -> Any:
-    """Sets the Trainer's stage, an attribute of the Trainer's state. Returns the previous stage.
+    """Sets the Trainer's stage. Returns the previous stage.
 
     ``stage`` is ``"validation"``, ``"test"`` or an earlier return value.
     """
@@ -210,9 +210,9 @@ def advise_workers(trainer: L.Trainer, loader: Any) -> None:
 
 
 def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
-    """Sets ``trainer.is_last_batch``, stored in the epoch loop's batch progress. Returns the previous value.
+    """Sets ``trainer.is_last_batch``. Returns the previous value.
 
-    Lightning also ends the epoch by this value, so a caller must restore the previous value.
+    Lightning also ends the epoch by this value, so the caller must restore the previous value.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     before: bool = progress.is_last_batch
@@ -240,7 +240,7 @@ def exchange_max_steps(trainer: L.Trainer, steps: int) -> int:
 def forget_length(trainer: L.Trainer) -> None:
     """Sets the length of an epoch to infinity, so that Lightning validates only after the last batch.
 
-    The length is stored in the fit loop, and as the number of batches between validations in the Trainer.
+    The fit loop and the Trainer store the length, the Trainer as the number of batches between validations.
     """
     trainer.fit_loop.max_batches = float("inf")
     if trainer.val_check_interval == 1.0 and not isinstance(trainer.val_check_interval, int):
@@ -265,7 +265,7 @@ def fit_progress(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mapping[str, Any], window: int) -> None:
-    """Resets a checkpoint to the start of an epoch, to repeat the epoch.
+    """Resets a checkpoint to the start of an epoch.
 
     ``global_step`` and ``progress`` (from :func:`fit_progress`) are the values at this start. ``window`` is the number
     of batches per optimizer step.
@@ -283,8 +283,7 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
 def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
     """Marks the epoch in a checkpoint as complete, so that a resumed Trainer begins the next epoch.
 
-    ``is_counted`` is true if :func:`log_position` in the checkpoint already counts the last batch. Otherwise 1 is
-    added.
+    ``is_counted`` is true if the checkpoint's :func:`log_position` already counts the last batch.
     """
     loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
@@ -324,8 +323,7 @@ def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
 def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
     """Adds ``count`` optimizer steps from other processes to ``trainer.global_step``.
 
-    Lightning counts steps separately for automatic and manual optimization. The function changes both counts, and
-    :func:`log_position`.
+    Lightning has separate counts for automatic and manual optimization. Both are changed, and :func:`log_position`.
     """
     move_log_position(trainer, count)
     loop = trainer.fit_loop.epoch_loop
@@ -354,7 +352,7 @@ def hide_metrics(trainer: L.Trainer, names: Iterable[str]) -> None:
 
 
 def log_position(trainer: L.Trainer) -> int:
-    """Returns the default ``step`` for logged values: the number of batches with an optimizer step in the fit.
+    """Returns the default ``step`` for logged values: the number of batches with an optimizer step.
 
     Lightning stores the number in a private attribute of the epoch loop, and in checkpoints.
     """
@@ -387,8 +385,8 @@ def loss_scaler_key(trainer: L.Trainer) -> str:
 def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
     """Returns the scale of gradients in ``on_before_optimizer_step``.
 
-    For fused optimizers this is the loss scale, because these unscale in ``step``. ``torch.amp.GradScaler`` recognises
-    fused optimizers by a private attribute. Otherwise the scale is 1.
+    Fused optimizers divide by the loss scale only in ``step``, so the loss scale is returned. For other optimizers the
+    result is 1.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -22,23 +22,22 @@ _LEAST_GAIN = 1e-6  # relative to the inner product of networks within a group; 
 
 @torch.no_grad()
 def align_neurons(reference: Tensor, neurons: Tensor, blocks: int = 1) -> Tensor:
-    r"""Returns the order of neurons that fits the reference neurons best.
+    r"""Finds the order of neurons that fits reference neurons best.
 
     The order :math:`\pi` maximises the sum of inner products between reference neurons :math:`r_i` and neurons
     :math:`w_i`:
 
     .. math:: \max_\pi \sum_i \langle r_i, w_{\pi(i)} \rangle
 
-    If neurons form blocks (as in group normalization), neurons are ordered within a block, and whole blocks are
-    ordered.
+    With several blocks, as in group normalization, a neuron stays in its block, and whole blocks may exchange places.
 
     Args:
-        reference: Reference neurons, shape ``(L, D)``.
+        reference: L reference neurons with D weights each, shape ``(L, D)``.
         neurons: Neurons to order, shape ``(L, D)``.
-        blocks: Number of consecutive blocks with equal size.
+        blocks: Number of consecutive blocks of equal size.
 
     Raises:
-        ValueError: If shapes differ, values are not finite, or ``blocks`` does not divide the number of neurons.
+        ValueError: If shapes differ, values are not finite, or blocks cannot have equal size.
 
     Example:
         >>> reference = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
@@ -77,24 +76,24 @@ def align_networks(
     generator: np.random.Generator,
     sweeps: int = 30,
 ) -> list[list[Tensor]]:
-    r"""Finds an order of neurons for each network, to move the networks closer to their mean.
+    r"""Orders the neurons of each network, to move the networks closer to their mean.
 
     The orders :math:`\pi_j` of the networks :math:`\theta_j`, for j = 1 to J, minimise
 
     .. math:: \min_\pi \sum_j \big\| \pi_j(\theta_j) - \frac{1}{J} \sum_{j'} \pi_{j'}(\theta_{j'}) \big\|^2
 
-    One network and one group is ordered at a time (coordinate descent): :func:`align_neurons` finds the order closest
-    to the mean of the other networks. The result is a local optimum. Running statistics are excluded.
+    One permutation group (exchangeable neurons) of one network is ordered at a time, by :func:`align_neurons` with the
+    mean of the other networks. The result is a local optimum. Running statistics are ignored.
 
     Args:
-        states: One state per network, with equal entries and widths.
-        groups: Permutation groups.
-        orders: Initial order for each network and group, int64: the neuron's index at each position.
-        generator: Generator for the order in which networks and groups are updated.
+        states: State dict of each network, with equal names and shapes.
+        groups: Permutation groups of the networks.
+        orders: Initial orders: for each network and group, the neuron's index at each position, int64.
+        generator: Draws the order in which networks and groups are updated.
         sweeps: Maximum number of passes over all networks and groups.
 
     Raises:
-        ValueError: Same errors as :func:`align_neurons` and :func:`~lightning_fed.matching.permute_neurons`.
+        ValueError: As for :func:`align_neurons` and :func:`~lightning_fed.matching.permute_neurons`.
 
     Example:
         >>> first = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[9.0, 5.0, 7.0]])}

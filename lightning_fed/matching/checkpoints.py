@@ -24,20 +24,19 @@ _OF_ONE_RUN = ("callbacks", "loops", "lr_schedulers", "optimizer_states")
 
 
 def load_matched(module: M, checkpoint: Checkpoint, example_input: Any = None) -> M:
-    """Loads a checkpoint whose layer widths differ from the module's.
+    """Loads a checkpoint with other layer widths than the module.
 
-    Matched averaging, for example, changes widths. ``load_from_checkpoint`` fails for such a checkpoint. This function
-    first resizes the module's layers, including the output layer. Files are loaded with ``weights_only=True``, so no
-    code is executed.
+    Matched averaging can change widths, so ``load_from_checkpoint`` fails. This function first resizes the module's
+    layers, including the output layer. Files are loaded with ``weights_only=True``.
 
     Args:
         module: Module with the same architecture, changed in place and returned.
-        checkpoint: Path of a checkpoint, content of a checkpoint, or state dictionary.
-        example_input: Input for one ``forward`` call, needed if widths differ: a tensor, a tuple, or a dictionary of
-            named inputs; by default a LightningModule's ``example_input_array``.
+        checkpoint: Path or content of a checkpoint, or a state dict.
+        example_input: Input of ``forward`` to test other widths: a tensor, a tuple, or a dictionary of named inputs.
+            The default is a LightningModule's ``example_input_array``; otherwise ``forward`` is not tested.
 
     Raises:
-        ValueError: If entries, numbers of axes or layers do not match. The module is then unchanged.
+        ValueError: If the checkpoint does not fit the module's layers. The module is then unchanged.
 
     Example:
         >>> wide = nn.Sequential(nn.Linear(2, 9), nn.ReLU(), nn.Linear(9, 1))

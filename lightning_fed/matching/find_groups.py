@@ -75,10 +75,10 @@ def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: 
 
 
 def _split_blocks(family: list[_Neuron]) -> list[tuple[list[_Neuron], int]]:
-    """Splits neurons of the same layers into sets. Only neurons in the same set may exchange places.
+    """Splits neurons in the same layers into sets of exchangeable neurons.
 
-    Returns each set with the number of GroupNorm groups (1 without GroupNorm). In a set with several groups, a neuron
-    moves only within its group, or whole groups exchange places.
+    Returns each set with the number of GroupNorm groups (1 without GroupNorm). With several groups, a neuron moves only
+    within its group, or whole groups exchange places.
     """
     # Whole blocks are exchangeable if all blocks have equal size and no normalization group spans two blocks.
     blocks: dict[frozenset[Constraint], list[_Neuron]] = defaultdict(list)

@@ -87,7 +87,7 @@ def batch_norm(tracer: Tracer, call: Call) -> Any:
 
 
 def group_norm(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through group normalization. Channels stay in their group."""
+    """Follows neurons through group normalization. Channels stay in their group, or whole groups move."""
     channels = tracer.along(call.arguments["input"], 1)
     groups: int = call.arguments["num_groups" if "num_groups" in call.arguments else "group"]
     tracer.couple_vectors([call.arguments.get(name) for name in ("weight", "bias")], channels)

@@ -27,10 +27,10 @@ _CHANNELWISE = (
 
 
 def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Resizes a module's layers to the shapes in a state.
+    """Resizes a module's layers to the shapes in a state dict.
 
-    Entries without counterpart in the module are ignored. Raises ``ValueError``, without a change of the module, if the
-    new widths do not fit together.
+    Entries without a place in the module are ignored. Raises ``ValueError`` if the new widths do not fit together, and
+    leaves the module unchanged.
     """
     tensors = entry_tensors(module)
     resized = {
@@ -63,10 +63,10 @@ class WidthRatio(NamedTuple):
 
 
 def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
-    """Finds pairs of widths that must change by the same factor, or the layers no longer fit together.
+    """Finds pairs of widths to change by the same factor.
 
-    A pair belongs to two tensors in one layer, or to successive layers in an ``nn.Sequential``. In the example,
-    ``2.weight`` and ``2.bias`` both have 2 rows. Layer 0 has 4 channels, which are flattened to 36 inputs of layer 2.
+    The pair belongs to two tensors of one layer, or to successive layers in an ``nn.Sequential``. In the example,
+    ``2.weight`` and ``2.bias`` both have 2 rows. The 4 channels of layer 0 become 36 inputs of layer 2.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.Flatten(), nn.Linear(36, 2))

@@ -27,29 +27,28 @@ def matched_mean(
     weights: Sequence[float],
     prior_weight: float = 0.0,
 ) -> dict[str, Tensor]:
-    r"""Averages client states after matching. Each neuron is averaged over the clients with this neuron.
+    r"""Averages client networks after their neurons were matched.
 
-    These clients are the owners of the neuron. With :math:`\tilde w_{k,i}` for row *i* of client *k* (0 if missing),
-    the mean is
+    Each neuron is averaged over the owners: the clients with this neuron. Let :math:`\tilde w_{k,i}` be row *i* of
+    client *k*, or 0 if missing. The mean is
 
     .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{b \bar a + \sum_{k:\, i \in S_k} a_k}
 
     or 0 without owners. :math:`a_k` is the client's weight, :math:`\bar a` the mean weight, :math:`S_k` the set of the
-    client's neurons, and *b* the weight of a prior. Columns belong to input neurons. If a client lacks an input neuron,
-    its column counts as 0. If all clients own all neurons, the result equals :class:`WeightedMean`.
+    client's neurons, and *b* the weight of a prior. A column for an input neuron that the client lacks counts as 0. If
+    all clients own all neurons, the result equals :class:`WeightedMean`.
 
     Args:
-        states: One state per client, with equal names.
-        groups: All permutation groups of the network, equal for all clients.
-        assignments: For each client and group the neurons' indices in the mean network: int64, shape ``(neurons,)``.
-        sizes: Number of neurons in the mean network for each group.
-        weights: Client weights, greater than 0. Integer entries are copied from the client with the largest weight.
-        prior_weight: Weight *b* of a prior with mean 0; 1 equals the weight of one client, as in the authors' program
-            for convolutional networks.
+        states: State dict of each client, with equal names.
+        groups: Permutation groups (exchangeable neurons) of the network, equal for all clients.
+        assignments: For each client and group, the neurons' indices in the mean network: int64, shape ``(neurons,)``.
+        sizes: Number of neurons per group in the mean network.
+        weights: Client weights, greater than 0. Integer tensors are copied from the client with the largest weight.
+        prior_weight: Weight *b* of a prior with mean 0, relative to the mean client weight. For convolutional networks,
+            the authors use 1.
 
     Raises:
-        ValueError: If lengths differ, a weight is not greater than 0, ``prior_weight`` is negative or not finite, or
-            :func:`grow_neurons` raises an error.
+        ValueError: If lengths differ, a weight is out of range, or :func:`grow_neurons` raises an error.
 
     Example:
         >>> states = [{"bias": torch.tensor([2.0, 7.0])}, {"bias": torch.tensor([5.0, 4.0])}]
@@ -94,15 +93,16 @@ def agreement(
     sizes: Sequence[int],
     weights: Sequence[float],
 ) -> list[float]:
-    r"""Computes the share of the clients' squared weight norms that averaging preserves, for each permutation group.
+    r"""Computes how much of the clients' squared weight norms averaging preserves, per permutation group.
 
-    The share is 1 for equal or unmatched neurons, and about 1/n for n unrelated neurons that are matched. It is
+    The share is 1 for equal or unmatched neurons, and about 1/n for n unrelated neurons matched together. The formula
+    is
 
     .. math:: \frac{\sum_k a_k \sum_j \lVert \bar w_{S_k(j)} \rVert^2}{\sum_k a_k \sum_j \lVert w_{k,j} \rVert^2}
 
-    with client weights :math:`a_k`, incoming weights :math:`w_{k,j}` for neuron *j* on client *k*, matched global
-    neuron :math:`S_k(j)`, and mean :math:`\bar w`. Running statistics and recurrent weights are excluded. Biases count
-    only in groups without other weights. The share is NaN if a group has no comparable weights.
+    with client weights :math:`a_k`, incoming weights :math:`w_{k,j}` of neuron *j* on client *k*, matched global neuron
+    :math:`S_k(j)`, and mean :math:`\bar w`. Biases count only in groups without other weights. A group without
+    comparable weights has share NaN.
     """
     shares = []
     for number, (group, resized) in enumerate(zip(groups, resize_groups(groups, sizes), strict=True)):

@@ -31,15 +31,15 @@ from lightning_fed.numerics.trees import move_tensors
 
 
 class MergedGroup(NamedTuple):
-    """Statistics of merging one permutation group (exchangeable neurons).
+    """Statistics for merging one permutation group (exchangeable neurons).
 
     Attributes:
         name: Group name.
-        before: Number of neurons in each network.
-        width: Number of neurons in the merged network.
-        matched: Fraction of neurons with a matched neuron in another network.
-        agreement: Share of the neurons' squared norms that averaging preserves: 1 for equal neurons.
-        seconds: Time for matching this group, without the alignment of all groups.
+        before: Neurons in each network.
+        width: Neurons in the merged network.
+        matched: Fraction of neurons matched with neurons in another network.
+        agreement: Share of the neurons' squared norms after averaging: 1 for equal neurons.
+        seconds: Time for matching this group, without the alignment in ``sweeps``.
     """
 
     name: str
@@ -51,7 +51,7 @@ class MergedGroup(NamedTuple):
 
 
 class MergedModel(NamedTuple):
-    """Merged network, and statistics of merging.
+    """Merged network, and statistics about merging.
 
     Attributes:
         module: The merged module.
@@ -67,23 +67,24 @@ class MergedModel(NamedTuple):
 
 
 class MatchedAverage:
-    """Merges trained networks with equal architecture: matches neurons, then averages matched neurons.
+    """Merges trained networks with equal architecture, by averaging matched neurons.
 
     Unlike :class:`~lightning_fed.algorithms.FedMA` there is no training between layers, so deep networks with different
-    initializations lose much accuracy. BatchNorm's running statistics are measured again on data.
+    initializations lose much accuracy.
 
     Args:
-        mode: ``"grow"`` keeps unmatched neurons as additional neurons (with the marginal score, up to 1.25 times the
-            width); ``"permute"`` matches neurons one to one and preserves widths; ``"none"`` averages without matching.
-        order: ``"fedma"`` matches from the first group on, by incoming weights; ``"pfnm"`` from the last group on, by
-            outgoing weights (:func:`~lightning_fed.matching.match_states`).
+        mode: ``"grow"`` keeps unmatched neurons as additional neurons, with the marginal score up to 1.25 times the
+            width; ``"permute"`` matches neurons one to one and preserves widths; ``"none"`` averages without matching.
+        order: ``"fedma"`` matches from the first layer on, by incoming weights; ``"pfnm"`` from the last layer on, by
+            outgoing weights.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
-        gamma: Larger values add more neurons; if ``None``, the default of ``score``.
-        passes: With ``"grow"``: maximum passes over the networks to match one group.
-        sweeps: Maximum passes over all networks and groups in :func:`~lightning_fed.matching.align_networks`. With
-            ``"grow"`` the alignment precedes the matching with additional neurons.
-        batch_norm: Whether to measure BatchNorm's running statistics on data (``"recalibrate"``) or to average them.
-        inputs: Inputs in a batch: index, key or function; ``None``: the first element or a key such as ``"image"``.
+        gamma: Larger values add more neurons; ``None`` for the default with this ``score``.
+        passes: With ``"grow"``, the maximum passes over the networks for each layer.
+        sweeps: Maximum passes over all networks to improve one-to-one matches with
+            :func:`~lightning_fed.matching.align_networks`.
+        batch_norm: ``"recalibrate"`` measures BatchNorm's running statistics on data, and ``"average"`` averages these.
+        inputs: Index or key of the inputs in a batch, or a function of the batch. The default is the first element, or
+            a key such as ``"image"``.
         seed: Seed for the network order.
 
     Example:
@@ -136,16 +137,14 @@ class MatchedAverage:
         data: Iterable[Any] | None = None,
         weights: Sequence[float] | None = None,
     ) -> MergedModel:
-        """Matches and averages networks. Raises ``ValueError`` for networks that cannot be matched.
+        """Matches and averages networks. Raises ``ValueError`` if networks cannot be matched.
 
         Args:
-            networks: Checkpoint paths, checkpoint contents, states or modules, with equal architecture and widths.
-            module: Module that receives the merged state, changed in place; if ``None``, a copy of the first module.
-            example_input: Input for ``forward``, used for tracing; by default taken from ``data`` or
-                ``example_input_array``.
-            data: Batches used to measure BatchNorm's running statistics, such as a ``DataLoader``. The batches are read
-                once.
-            weights: Weight of each network, greater than 0; equal by default.
+            networks: Checkpoint paths, checkpoint contents, state dicts or modules, with equal architecture and widths.
+            module: Module that receives the merged state; ``None`` for a copy of the first module.
+            example_input: Input for ``forward``; by default from ``data`` or ``example_input_array``.
+            data: Batches to measure BatchNorm's running statistics, such as a ``DataLoader``.
+            weights: Network weights, greater than 0; by default equal.
         """
         module = _module(networks) if module is None else module
         if self.batch_norm == "recalibrate" and batch_norm_layers(module) and data is None:

@@ -24,11 +24,11 @@ Constraint: TypeAlias = tuple[Literal["apart", "within", "block"], int]
 class UnionFind:
     """Disjoint sets of neuron ids. All ids in a set belong to one neuron.
 
-    A constraint restricts which neurons may exchange places:
+    A constraint restricts which neurons may exchange places. No neuron can be added.
 
-    - ``"apart"``: only neurons in the same part of a tensor, for example after ``split``. No neuron can be added.
-    - ``"within"``: only neurons reduced together, for example by a mean. No neuron can be added.
-    - ``"block"``: only neurons in the same group of a group normalization, or whole groups.
+    - ``"apart"``: only neurons in the same part of a tensor, for example after ``split``.
+    - ``"within"``: only neurons in the same reduction, such as a mean.
+    - ``"block"``: only neurons in the same GroupNorm group, or whole groups.
     """
 
     def __init__(self) -> None:

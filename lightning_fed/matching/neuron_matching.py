@@ -40,15 +40,15 @@ _CHUNK = 2**22  # elements per matrix product
 class NeuronMatch(NamedTuple):
     """Assignment of the neurons of J clients to L global neurons.
 
-    Client j has L_j neurons. Each neuron has D weights.
+    Client j has L_j neurons with D weights each.
 
     Attributes:
-        assignments: For each client, the index of the global neuron matched to each neuron: int64, shape ``(L_j,)``.
-        means: For each global neuron, the mean over the matched client neurons, shape ``(L, D)``.
+        assignments: For each client, each neuron's index among the global neurons: int64, shape ``(L_j,)``.
+        means: Mean of the client neurons matched to each global neuron, shape ``(L, D)``.
         estimate: Most probable global neurons, shape ``(L, D)``: the means, shrunk towards the prior mean.
-        owners: For each global neuron, the number of clients with a matched neuron, int64, shape ``(L,)``.
-        variance: Each client's variance around the global neurons, used for matching, shape ``(J, D)``.
-        prior_variance: Variance of global neurons around the prior mean, used for matching, shape ``(D,)``.
+        owners: Number of clients matched to each global neuron: int64, shape ``(L,)``.
+        variance: Variance of each client's neurons around the global neurons, shape ``(J, D)``.
+        prior_variance: Variance of global neurons around the prior mean, shape ``(D,)``.
         passes: Number of passes over all clients after the first matching.
     """
 
@@ -75,58 +75,57 @@ def match_neurons(
     passes: int = 5,
     max_width: int | None = None,
 ) -> NeuronMatch:
-    r"""Matches each client's neurons in one layer with existing or new global neurons.
+    r"""Matches the clients' neurons in one layer with global neurons.
 
-    The algorithm has these steps:
+    A client's neuron is matched with an existing global neuron, or becomes a new one. The algorithm has these steps:
 
-    - The client with the most neurons defines the first global neurons. The other clients follow by number of neurons.
-    - For each client, the assignment with the largest sum of scores (below) is chosen.
-    - In each later pass every client is matched again, in random order, until a pass changes nothing.
-    - Unknown variances are estimated from the matching, and all clients are matched again, at most three times.
+    - The neurons of the client with the most neurons become the first global neurons. The other clients follow by size.
+    - Each client gets the assignment with the largest sum of scores (below).
+    - In further passes, all clients are matched again in random order, until nothing changes.
+    - Unknown variances are estimated from the result, and the clients are matched again, at most three times.
 
-    In the model, neuron *l* of client *j*, :math:`w_{jl}`, has variance :math:`\sigma_j^2` around a global neuron.
-    Global neurons have variance :math:`\sigma_0^2` around the prior mean :math:`\mu`. The inverse variances are
-    :math:`p_j` and :math:`p_0`. :math:`n_i` of the :math:`J` clients have a neuron matched with global neuron *i*. Over
-    these neurons, :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and :math:`P_i = p_0 + \sum p_j`, without the neurons of the
-    client to match. With :math:`u = p_j w`, the score for matching neuron :math:`w` with global neuron *i* is the sum
-    over weights *d*
+    Neuron *l* of client *j*, :math:`w_{jl}`, has variance :math:`\sigma_j^2` around a global neuron. Global neurons
+    have variance :math:`\sigma_0^2` around the prior mean :math:`\mu`. The inverse variances are :math:`p_j` and
+    :math:`p_0`. :math:`n_i` of the :math:`J` clients have a neuron matched with global neuron *i*. Sums over these
+    neurons give :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and :math:`P_i = p_0 + \sum p_j`, without the client to match.
+    With :math:`u = p_j w`, the score for matching neuron :math:`w` with global neuron *i* is a sum over weights *d*:
 
     .. math::
         \sum_d \Big( \frac{(A_{id} + u_d)^2}{P_{id} + p_{jd}} - \frac{A_{id}^2}{P_{id}}
         + \Big[ \log \frac{P_{id}}{P_{id} + p_{jd}} \Big] \Big) + c \log \frac{n_i}{J - n_i}
 
-    and for the *k*-th new global neuron
+    The score for the *k*-th new global neuron is
 
     .. math::
         \sum_d \Big( \frac{(p_{0d} \mu_d + u_d)^2}{p_{0d} + p_{jd}} - p_{0d} \mu_d^2
         + \Big[ \log \frac{p_{0d}}{p_{0d} + p_{jd}} \Big] \Big) + 2 \log \frac{\gamma}{J} - 2 \log k
 
     - ``"published"``: the score in the programs for PFNM and FedMA. The terms in brackets are omitted, :math:`c = 1`,
-      :math:`n_i` is at most 10, and the layer has about 700 global neurons at most. With unit variances, this score
-      hardly distinguishes neurons with norms well below 1, and adds a fixed number of new neurons.
-    - ``"marginal"``: the score derived from the model, with the terms in brackets and :math:`c = 2`. With estimated
-      variances, this score finds the neurons that clients share. Other neurons become new global neurons.
+      and :math:`n_i` is at most 10. From 700 global neurons on, each client adds at most one. This score hardly
+      distinguishes neurons with small weights.
+    - ``"marginal"``: the score derived from the model, with the terms in brackets and :math:`c = 2`. This score finds
+      the neurons that clients share. Other neurons become new global neurons.
 
     Variances are estimated by expectation maximization. Each block of weights has one :math:`\sigma_j^2` per client,
     and one :math:`\sigma_0^2`. All start with half the variance of the block's values.
 
     Args:
-        clients: Neurons of each client, shape ``(L_j, D)``, floating point. The computation uses at least float32.
-        generator: Generator that draws the client order.
+        clients: Neurons of each client, shape ``(L_j, D)``, floating point.
+        generator: Draws the client order.
         score: ``"published"`` or ``"marginal"``.
-        gamma: :math:`\gamma`, greater than 0. Larger values create more global neurons. By default 7 (published) or 1
-            (marginal).
-        variance: :math:`\sigma_j^2` > 0, broadcast to ``(J, D)``; infinity ignores values. By default 1 (published), or
+        gamma: :math:`\gamma`, greater than 0. Larger values create more global neurons. The default is 7 (published) or
+            1 (marginal).
+        variance: :math:`\sigma_j^2`, greater than 0, broadcast to ``(J, D)``. Weights with infinite variance are
+            ignored. The default is 1 (published), or estimated (marginal).
+        prior_variance: :math:`\sigma_0^2`, greater than 0, broadcast to ``(D,)``. The default is 1 (published), or
             estimated (marginal).
-        prior_variance: :math:`\sigma_0^2` > 0, broadcast to ``(D,)``. By default 1 (published), or estimated
-            (marginal).
         prior_mean: :math:`\mu`, broadcast to ``(D,)``. The authors use 0.1 for biases.
-        blocks: Sizes of consecutive blocks with a common estimated variance, with sum ``D``; by default one block.
-        passes: Maximum number of passes over the clients; 0 matches each client once.
-        max_width: Maximum number of global neurons, at least the width of each client.
+        blocks: Sizes of consecutive blocks of weights with a common variance, with sum ``D``; by default one block.
+        passes: Maximum number of further passes over the clients.
+        max_width: Maximum number of global neurons, at least the largest client's number.
 
     Raises:
-        ValueError: If shapes are wrong, values are not finite, or an option is outside its range.
+        ValueError: If shapes are wrong, values are not finite, or an option is out of range.
 
     Example:
         >>> ann = torch.tensor([[4.0, 0.0], [0.0, 4.0], [-5.0, -5.0]])
@@ -348,10 +347,10 @@ def _numbers(name: str, value: float | Tensor, like: Tensor, shape: tuple[int, .
 
 
 def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns start values for each weight's client variance and prior variance, shape ``(D,)``.
+    """Returns start values for the client variance and prior variance of each weight, shape ``(D,)``.
 
-    Both are half the variance of all clients' values in a block. ``sizes`` are the block sizes. If all values in a
-    block are equal, the client variance is infinite, so the matching ignores the block.
+    Both are half the variance of all clients' values in a block. ``sizes`` are the block sizes. If a block has only
+    equal values, the client variance is infinite, and the matching ignores the block.
     """
     count = sum(len(client_neurons) for client_neurons in neurons)
     mean, squares = (to_float64(torch.zeros_like(neurons[0][0])) for _ in range(2))
@@ -411,12 +410,12 @@ def _maximise_likelihood(
 ) -> tuple[Tensor, Tensor]:
     """Estimates the variances in one block of ``size`` weights by expectation maximization.
 
-    In the model, a client's neuron has variance ``noise`` around a global neuron, and global neurons have variance
-    ``prior``. ``noise``, shape ``(J,)``, and ``prior`` are start values. Known variances are returned unchanged.
+    A client's neuron has variance ``noise`` around a global neuron, and global neurons have variance ``prior``.
+    ``noise``, shape ``(J,)``, and ``prior`` are start values. Known variances are returned unchanged.
 
-    Let L be the number of global neurons and J the number of clients. ``products``, shape ``(L, J, J)``, contains inner
-    products between matched neurons, minus the prior mean. ``owned``, shape ``(L, J)``, is 1 if a client has a matched
-    neuron. Without a matched neuron, both are 0.
+    For L global neurons and J clients, ``products``, shape ``(L, J, J)``, contains inner products between matched
+    neurons, from which the prior mean was subtracted first. ``owned``, shape ``(L, J)``, is 1 if a client has a matched
+    neuron. Otherwise, both are 0.
     """
     squares = products.diagonal(dim1=1, dim2=2)
     least = _LEAST_SHARE * squares.sum() / (owned.sum() * size)

@@ -42,12 +42,12 @@ class StateMatch(NamedTuple):
     """Result of merging several state dicts.
 
     Attributes:
-        state: Merged state, in which each neuron is the mean over the matched neurons.
-        groups: Permutation groups (exchangeable neurons) in the merged network, with the merged widths. To load
-            ``state`` into a module, use :func:`~lightning_fed.matching.resize_module`.
+        state: Merged state dict, with the means of matched neurons.
+        groups: Permutation groups (exchangeable neurons) with the merged widths. To load ``state`` into a module, use
+            :func:`~lightning_fed.matching.resize_module`.
         assignments: For each network and group, each neuron's index in the merged network: int64, shape ``(neurons,)``.
-        agreement: For each group, the neurons' squared norms after averaging, divided by the squared norms before.
-        seconds: Time for matching each group, without the alignment sweeps.
+        agreement: For each group, the share of the neurons' squared norms that averaging preserves.
+        seconds: Time for matching each group, without the alignment in ``sweeps``.
     """
 
     state: dict[str, Tensor]
@@ -84,29 +84,29 @@ def match_states(
     prior_weight: float = 0.0,
     **options: Any,
 ) -> StateMatch:
-    """Matches the neurons of several networks, and averages the networks.
+    """Matches the neurons in several networks, and averages the networks.
 
     Permutation groups (sets of exchangeable neurons) are matched one after another. ``"fedma"`` starts with the first
-    group, and compares incoming weights, biases and normalization. ``"pfnm"`` starts with the last group, and compares
-    outgoing weights and biases, in the first layer also incoming weights. Groups with fixed width are only permuted.
+    layer, and compares incoming weights, biases and normalization. ``"pfnm"`` starts with the last layer, and compares
+    outgoing weights and biases, in the first layer also incoming weights.
 
-    With ``sweeps`` above 0, the matching has more steps. First, neurons are matched one to one. Second, an alignment
-    improves the matching by comparing all weights (:func:`~lightning_fed.matching.align_networks`). Third, with
-    ``"grow"``, a new matching adds neurons. BatchNorm's running statistics are averaged, and should be measured again
-    with the merged network.
+    With ``sweeps`` above 0, neurons are first matched one to one. Then an alignment compares all weights
+    (:func:`~lightning_fed.matching.align_networks`). With ``"grow"``, a new matching then adds neurons. BatchNorm's
+    running statistics are averaged. Measure these again with the merged network.
 
     Args:
-        states: One state per network, with equal entries.
-        groups: Permutation groups.
-        generator: Generator that draws the order of networks, and the order of groups in sweeps.
-        order: ``"fedma"`` or ``"pfnm"``.
-        mode: ``"grow"`` adds neurons, ``"permute"`` only permutes, ``"none"`` averages without matching.
-        weights: Network weights, greater than 0; equal by default.
+        states: A state dict for each network, with equal names.
+        groups: Permutation groups in the networks.
+        generator: Draws the network order, and the group order in sweeps.
+        order: Group order, ``"fedma"`` or ``"pfnm"``.
+        mode: ``"grow"`` adds neurons, but only permutes groups of fixed width. ``"permute"`` only permutes, ``"none"``
+            averages without matching.
+        weights: Network weights, greater than 0; by default equal.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
-        max_growth: Maximum width of a group as a multiple of a single network's width; if ``None``, no limit;
-            ``"auto"`` for 1.25 with the marginal score, and no limit with the published score.
-        sweeps: Maximum number of alignment sweeps over all networks and groups; 0 for no alignment.
-        prior_weight: See :func:`~lightning_fed.matching.matched_mean`.
+        max_growth: Maximum group width, as a multiple of a network's width; ``None`` for no limit. ``"auto"`` is 1.25
+            with the marginal score, and no limit with the published score.
+        sweeps: Maximum number of alignment passes over all networks and groups; 0 for no alignment.
+        prior_weight: Weight for a prior, see :func:`~lightning_fed.matching.matched_mean`.
         options: Arguments for :func:`~lightning_fed.matching.match_neurons`, such as ``gamma``.
 
     Raises:

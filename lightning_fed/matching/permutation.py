@@ -31,11 +31,11 @@ class GroupEntry(NamedTuple):
     """Positions of a permutation group's neurons on one axis of a parameter or buffer.
 
     Attributes:
-        positions: Indices on the axis, int64, shape ``(neurons, copies)``. A neuron usually has one index. After
+        positions: Indices on the axis, int64, shape ``(neurons, copies)``. Usually ``copies`` is 1. After
             ``nn.Flatten``, a channel has one index per pixel.
-        role: ``"out"`` for axes with neurons as outputs (rows of a weight), ``"in"`` for axes with neurons as inputs
-            (columns), ``"vec"`` for one value per neuron (bias, normalization), ``"both"`` for tied embeddings.
-        length: Axis length. The axis may also contain neurons of other groups, for example after a concatenation.
+        role: ``"out"`` for outputs of a layer (rows of a weight), ``"in"`` for inputs (columns), ``"vec"`` for one
+            value per neuron (bias, normalization), ``"both"`` for tied embeddings.
+        length: Axis length. After a concatenation, the axis also contains neurons of other groups.
     """
 
     positions: Tensor
@@ -50,9 +50,8 @@ class PermutationGroup:
     Attributes:
         name: Name of the layer with these neurons as outputs.
         size: Number of neurons.
-        entries: Axes of state dict entries with these neurons, each with the neurons' positions on the axis.
-        blocks: Number of consecutive blocks with equal size (groups in a group normalization); a neuron must stay in
-            its block.
+        entries: Maps each axis of a parameter or buffer with these neurons to their positions on the axis.
+        blocks: Number of consecutive blocks of equal size, such as in group normalization. A neuron stays in its block.
         is_growable: Whether neurons can be added.
     """
 
@@ -64,11 +63,12 @@ class PermutationGroup:
 
     @classmethod
     def over(cls, state: Mapping[str, Tensor], axes: Mapping[Axis, Role], size: int) -> PermutationGroup:
-        """Creates a group manually from whole axes of entries. The first entry's layer gives the name.
+        """Creates a group from whole axes of parameters. The first axis gives the name.
 
         Args:
-            state: Network entries.
-            axes: Axes and roles. If an axis is longer than ``size``, each neuron has several adjacent positions.
+            state: The network's state dict.
+            axes: Maps (name, dimension) of each axis to its role. On an axis longer than ``size``, each neuron has
+                several adjacent positions.
             size: Number of neurons.
 
         Example:
@@ -93,11 +93,10 @@ class PermutationGroup:
 
 
 def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> list[PermutationGroup]:
-    """Changes the number of neurons in permutation groups. Computes only new positions, and changes no tensor.
+    """Changes the number of neurons in permutation groups, but no tensors.
 
-    New neurons are placed after the group's existing neurons. If several groups share an axis (after a concatenation),
-    the positions of later groups shift. Some groups have a fixed size: with ``is_growable=False``, or several
-    ``blocks``.
+    New neurons follow the group's existing neurons. If groups share an axis, the positions of later groups shift.
+    Groups with ``is_growable=False`` or several ``blocks`` have a fixed size.
 
     Raises:
         ValueError: If a fixed size would change, or the number of sizes is wrong.
@@ -148,9 +147,9 @@ def permute_neurons(
     """Permutes the neurons in a network's state dict.
 
     Args:
-        state: Any network entries. Entries outside the groups are returned unchanged.
+        state: State dict, also incomplete. Tensors outside the groups are returned unchanged.
         groups: Groups to permute.
-        orders: For each group, the old index of the neuron at each new position: int64, shape ``(neurons,)``.
+        orders: For each group, the neuron's old index at each new position: int64, shape ``(neurons,)``.
 
     Raises:
         ValueError: If an order is not a permutation or splits a block, or a shape is wrong.
@@ -172,15 +171,15 @@ def permute_neurons(
 def slice_neurons(
     state: Mapping[str, Tensor], groups: Sequence[PermutationGroup], kept: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Selects neurons from a network's state, for a narrower network.
+    """Selects neurons from a network's state dict, for a narrower network.
 
     Args:
-        state: Any network entries. Entries outside the groups are returned unchanged.
+        state: State dict, also incomplete. Tensors outside the groups are returned unchanged.
         groups: All groups in the network.
-        kept: Indices of the selected neurons in their new order, for each group: distinct, int64, shape ``(kept,)``.
+        kept: For each group, the selected neurons' indices in their new order: int64, shape ``(kept,)``.
 
     Raises:
-        ValueError: If indices are out of range or repeated, a fixed-width group loses neurons, or a shape is wrong.
+        ValueError: If an index is out of range or repeated, a group with fixed width changes, or a shape is wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[4.0, 5.0, 6.0]])}
@@ -199,17 +198,17 @@ def grow_neurons(
 ) -> dict[str, Tensor]:
     """Expands a network's state dict to a wider network that computes the same function.
 
-    Existing neurons move to given indices. New neurons are 0. :func:`slice_neurons` with the same indices is the
-    inverse.
+    Existing neurons move to new indices, and added neurons are 0. :func:`slice_neurons` with the same indices reverts
+    this.
 
     Args:
-        state: Any network entries. Entries outside the groups are returned unchanged.
+        state: State dict, also incomplete. Tensors outside the groups are returned unchanged.
         groups: All groups in the network.
-        assignments: For each group, the new index of each neuron: distinct, int64, shape ``(neurons,)``.
-        sizes: Number of neurons in the wider network for each group.
+        assignments: For each group, each neuron's new index: int64, shape ``(neurons,)``.
+        sizes: Number of neurons per group in the wider network.
 
     Raises:
-        ValueError: If indices are out of range or repeated, a fixed-width group gets more neurons, or a shape is wrong.
+        ValueError: If an index is out of range or repeated, a group with fixed width changes, or a shape is wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0]), "b.weight": torch.tensor([[4.0, 5.0]])}
@@ -234,16 +233,17 @@ def grow_neurons(
 def neuron_features(
     state: Mapping[str, Tensor], group: PermutationGroup, roles: Sequence[Role] = ("out", "vec")
 ) -> dict[Axis, Tensor]:
-    """Returns the weights of each neuron in a group, as one matrix ``(neurons, features)`` per entry and axis.
+    """Returns each neuron's weights in a group, as one matrix per parameter axis.
 
-    Integer entries, running statistics, and recurrent weights between neurons of the group are excluded. For
-    :func:`~lightning_fed.matching.match_neurons`, concatenate the columns, and pass the column counts as ``blocks``.
+    Matrices have shape ``(neurons, features)``. Integer tensors, running statistics, and recurrent weights between
+    neurons of the group are excluded. For :func:`~lightning_fed.matching.match_neurons`, concatenate the columns, and
+    pass the column counts as ``blocks``.
 
     Args:
-        state: Network entries. To compare networks, first permute all other groups to a common order.
+        state: The network's state dict. To compare networks, first permute all other groups to a common order.
         group: Permutation group.
         roles: Weights to include: ``"out"`` for incoming weights (rows), ``"vec"`` for biases and normalization,
-            ``"in"`` for outgoing weights (columns). The default is for FedMA; PFNM needs all three.
+            ``"in"`` for outgoing weights (columns). The default fits FedMA; PFNM needs all three.
 
     Raises:
         ValueError: If a role is unknown or a shape is wrong.
@@ -281,10 +281,11 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits a matrix by columns into blocks of consecutive numbers. Returns ``None`` if this is impossible.
+    """Splits a matrix by columns into blocks of consecutive numbers.
 
-    Returns each block's first column, first number and number of columns. For ``[[0, 1, 6], [2, 3, 7]]``, the blocks
-    are ``[[0, 1], [2, 3]]`` and ``[[6], [7]]``, so the result is ``[(0, 0, 2), (2, 6, 1)]``.
+    Returns each block's first column, first number and number of columns, or ``None`` if this is impossible. For
+    ``[[0, 1, 6], [2, 3, 7]]``, the blocks are ``[[0, 1], [2, 3]]`` and ``[[6], [7]]``, so the result is
+    ``[(0, 0, 2), (2, 6, 1)]``.
     """
     count, copies = positions.shape
     runs, column = [], 0

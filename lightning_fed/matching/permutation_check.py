@@ -20,10 +20,10 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # tolerance relative t
 
 
 class PermutationCheck:
-    """Checks permutation groups by running the module. Use inside :func:`restored_afterwards`.
+    """Checks permutation groups by running the module.
 
-    The module runs in evaluation mode in float64, or in float32 if float64 fails. Random numbers are added to the state
-    and the inputs, because zeros and ones could hide dependencies.
+    Use inside :func:`restored_afterwards`. The module runs in evaluation mode, if possible in float64. Random numbers
+    are added to parameters and inputs, because zeros and ones could hide dependencies.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -42,7 +42,7 @@ class PermutationCheck:
         self._scale = max((float(output.abs().max()) for output in self._outputs if output.numel()), default=0.0)
 
     def find_not_invariant(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """Finds groups in which a permutation changes the outputs."""
+        """Finds groups in which a permutation changes the outputs; all groups if no output is finite."""
         if not 0 < self._scale < float("inf"):
             return list(groups)
         return _find_failing(list(groups), self._is_variant)

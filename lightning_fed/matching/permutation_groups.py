@@ -34,16 +34,15 @@ from lightning_fed.model.entries import entry_tensors, tensor_slots
 
 @dataclass(frozen=True, eq=False)
 class PermutationGroups:
-    """Permutation groups of a module (sets of neurons that can be permuted), in execution order.
+    """Permutation groups of a module (sets of exchangeable neurons), in execution order.
 
-    The methods accept state dicts, also with missing entries. Permutations (``orders``), sizes and neuron indices are
-    dictionaries by group name.
+    The methods accept state dicts, also incomplete. Orders, sizes and neuron indices are dictionaries by group name.
 
     Attributes:
         groups: Permutation groups.
-        order: Names of used state dict entries in execution order.
-        tied: For entries with one shared tensor, maps each later name to the first name.
-        unknown: Operations without a rule, with the number of calls. Neurons in such operations are not permuted.
+        order: Names of used parameters and buffers in execution order.
+        tied: For parameters with one shared tensor, maps each later name to the first name.
+        unknown: Number of calls for each unsupported operation. Neurons in such operations are not permuted.
     """
 
     groups: tuple[PermutationGroup, ...]
@@ -60,23 +59,21 @@ class PermutationGroups:
         pin: Sequence[str] = (),
         extra_groups: Sequence[PermutationGroup] = (),
     ) -> PermutationGroups:
-        """Finds the permutation groups of a module.
+        """Finds a module's permutation groups.
 
-        The module is traced with `torch.export` in evaluation mode. Positions on parameter axes, such as a weight's
-        rows, are followed through the operations. Positions that contribute to the same element in an activation belong
-        to one neuron. Inputs, outputs and neurons in unknown operations are not permuted, so groups may be missing but
-        are never wrong.
+        The module is traced with `torch.export` in evaluation mode. Weight rows and columns are followed through the
+        operations. All rows and columns that contribute to the same element in an activation belong to one neuron.
+        Inputs, outputs, and neurons in unknown operations are not permuted, so some groups may be missing.
 
         Two checks then run the module with random values. A group is removed with a warning if a permutation changes
-        the outputs by more than rounding errors. If neurons cannot be added to a group, ``is_growable`` becomes false.
+        the outputs. If neurons cannot be added, ``is_growable`` becomes false.
 
         Args:
-            module: Any module; restored afterwards. The operations of ``forward`` must not vary between calls. Unused
-                submodules cause a warning, because ``training_step`` may use them.
-            example_input: A tensor, a tuple, or a dictionary of named inputs, with at least two (small) examples.
-            pin: Patterns for entry names (``"decoder.*"``) with neurons to exclude from permutations.
-            extra_groups: Groups defined manually. These groups are also checked, and replace found groups with common
-                positions.
+            module: Any module; restored afterwards. The operations in ``forward`` must not vary between calls. Unused
+                submodules cause a warning.
+            example_input: Small input with at least two examples: a tensor, a tuple, or a dictionary of named inputs.
+            pin: Patterns for parameter names (``"decoder.*"``) with neurons to exclude from permutations.
+            extra_groups: Groups defined manually. These are also checked, and replace found groups with common neurons.
 
         Example:
             >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 9, 2))

@@ -28,22 +28,22 @@ class Stage:
 
 
 def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageChoice = "auto") -> list[Stage]:
-    """Splits a network into stages: sets of layers matched in one round, first to last.
+    """Splits a network into stages, the sets of layers matched in one round.
 
-    A stage contains all layers that compute the neurons of one permutation group. In a chain of layers this is one
-    layer, as in FedMA (ICLR 2020, Algorithm 1). In a ResNet these are all blocks with outputs added by skip
-    connections. A layer whose outputs cannot be permuted belongs to the next layer's stage. Layers after the last
-    permuted neurons form the last stage.
+    A stage contains all layers that compute the neurons of one permutation group (exchangeable neurons). In a chain of
+    layers this is one layer, as in FedMA (ICLR 2020, Algorithm 1). In a ResNet, skip connections unite several blocks.
+    A layer whose outputs cannot be permuted belongs to the next layer's stage. Layers after the last permuted neurons
+    form the last stage.
 
     Args:
         groups: Permutation groups of the network.
-        names: Names of the exchanged entries. Tied entries appear under the first name.
-        choice: ``"auto"``; or the maximum number of stages (neighboring stages with the fewest neurons are merged); or
-            a list with the patterns of entry names for each stage.
+        names: Names of the shared parameters and buffers. Tied parameters appear under the first name.
+        choice: ``"auto"``, the maximum number of stages, or a list with name patterns for each stage. For a maximum,
+            neighboring stages with the fewest neurons are merged.
 
     Raises:
-        ValueError: If ``choice`` is invalid: an entry matches no stage, a stage has no entries, several stages compute
-            the neurons of one group, or a stage uses neurons from a later stage as inputs.
+        ValueError: If ``choice`` is invalid: a name matches no stage, a stage is empty, several stages compute one
+            group, or a stage uses neurons of a later stage as inputs.
 
     Example:
         >>> from torch import nn, zeros
@@ -89,10 +89,10 @@ def check_stages(choice: StageChoice) -> StageChoice:
 
 
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
-    """Finds the names of the output layers' entries.
+    """Finds the names of the output layers' parameters and buffers.
 
-    These entries are used after all permuted neurons, and have as many rows as the entry used last. ``form`` contains a
-    tensor for each name.
+    These are used after all permuted neurons, and have as many rows as the last one used. ``form`` contains a tensor
+    for each name.
     """
     order = {name: index for index, name in enumerate(groups.order)}
     makers = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}

@@ -29,8 +29,8 @@ Rule: TypeAlias = Callable[["Tracer", "Call"], Any]
 class Call:
     """One operation in a traced network, with neuron ids instead of tensors.
 
-    ``arguments`` contains all arguments by name. ``shapes`` contains each result's shape, or ``None`` for other results
-    than tensors.
+    ``arguments`` contains all arguments by name. ``shapes`` contains the shape of each result, or ``None`` for results
+    other than tensors.
     """
 
     name: str
@@ -65,17 +65,16 @@ class Call:
 
 
 class Tracer:
-    """Finds the positions on parameter axes that belong to the same neuron.
+    """Finds the rows and columns of parameters that belong to the same neuron.
 
-    Each position, such as a row in a weight, has a neuron id. The ids for one neuron are merged. Pinned ids mark
-    neurons with a fixed order.
+    Each row or column has a neuron id. Ids of the same neuron are merged. Pinned ids mark neurons with a fixed order.
 
     Attributes:
-        axes: Neuron ids by parameter axis, one for each position.
-        roles: Uses by parameter axis: neurons as outputs (``"out"``), as inputs (``"in"``), or one value per neuron
-            (``"vec"``).
-        elements: Neuron ids by parameter, one for each element, if the parameter is not used along one axis.
-        unknown: Number of calls by operation, for operations without a rule. Neurons in such operations are pinned.
+        axes: For each parameter axis, the neuron id at each position.
+        roles: For each parameter axis, whether neurons are outputs (``"out"``), inputs (``"in"``), or have one value
+            each (``"vec"``).
+        elements: Neuron id of each element, for parameters not used along one axis.
+        unknown: Number of calls of each unsupported operation. Neurons in such operations are pinned.
     """
 
     def __init__(self, state: Mapping[str, Tensor], rules: Mapping[str, Rule]) -> None:

@@ -21,15 +21,15 @@ from lightning_fed.metrics.pooled_samples import PooledSamples
 class MaximumMeanDiscrepancy(PooledSamples):
     r"""Maximum mean discrepancy between a model's features and reference features.
 
-    FedMargin uses features of a centrally trained model as reference. All features are stored until :meth:`compute`, in
-    the metric's dtype, and gathered over processes. :meth:`update` is faster than ``forward``. For the equations see
-    :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy`.
+    FedMargin uses features of a centrally trained model as reference. All features stay in memory until
+    :meth:`compute`. For the equations see :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy`.
 
     Args:
-        num_classes: Number of classes, to average discrepancies within each class; ``None`` to ignore classes.
-        bandwidth: :math:`\sigma`: "median" (between reference samples), "pooled" (over all samples), or a number.
-        estimator: "biased" includes the kernel between a sample and itself; "unbiased" excludes this kernel.
-        squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
+        num_classes: Number of classes, to average the discrepancies within each class. By default, classes are ignored.
+        bandwidth: Kernel width :math:`\sigma`: a number, or the median distance between reference samples ("median") or
+            between all samples ("pooled").
+        estimator: "biased" also compares each sample with itself; "unbiased" does not.
+        squared: Whether to return :math:`\mathrm{MMD}^2` instead of the square root.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
     Raises:

@@ -23,10 +23,10 @@ class MeanEntropy(Float64Mean):
     :func:`~lightning_fed.metrics.functional.feature_entropy`.
 
     Args:
-        level: Kind of the values: ``"softmax"`` for logits, ``"feature"`` for features.
+        level: Kind of input: ``"softmax"`` for logits, ``"feature"`` for features.
         activation: Function that makes features non-negative.
         normalize: Whether to divide by the logarithm of the number of channels, so that the result is in 0 to 1.
-        ignore_index: Label of void pixels; ``None`` if no pixel is void, ``"auto"`` for 255 unless 255 is a class.
+        ignore_index: Label of pixels to skip; ``None`` for no label, ``"auto"`` for 255 unless 255 is a class.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
     Raises:

@@ -13,7 +13,7 @@ from torchmetrics.utilities import dim_zero_cat
 class PooledSamples(Metric):
     """Base class for metrics over all vectors and labels in an epoch.
 
-    All values are stored in the metric's dtype, flattened, and gathered over processes.
+    All values stay in memory until ``compute``, and are gathered over processes.
     """
 
     is_differentiable = False

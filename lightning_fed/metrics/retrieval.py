@@ -19,12 +19,11 @@ class MeanAveragePrecisionAtR(PooledSamples):
         \frac{\sum_{j \le i} \mathrm{rel}_j}{i}
 
     Each of the Q images is a query among all other images. :math:`\mathrm{rel}_i` is 1 if the i-th nearest image has
-    the same class, otherwise 0 (FedSS, equation 9). Test classes may differ from training classes. All embeddings are
-    stored until :meth:`compute`, in the metric's dtype. :meth:`update` is faster than ``forward``.
+    the same class, otherwise 0 (FedSS, equation 9). All embeddings stay in memory until :meth:`compute`.
 
     Args:
-        r: Number R of neighbours, equal for all images; "relevant" for the number of other images in the same class.
-        metric: Distance for the nearest neighbours: angle, or Euclidean distance.
+        r: Number R of neighbours; with "relevant", the number of other images in the same class.
+        metric: Distance between embeddings: angle, or Euclidean distance.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
     Raises:

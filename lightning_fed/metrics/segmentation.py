@@ -19,21 +19,20 @@ class SegmentationScores(Metric):
     .. math:: \mathrm{IoU}_c = \frac{|P_c \cap T_c|}{|P_c \cup T_c|}, \qquad
               \mathrm{Dice}_c = \frac{2 |P_c \cap T_c|}{|P_c| + |T_c|}
 
-    :math:`P_c` are the pixels of all batches predicted as class c, and :math:`T_c` the pixels labelled as class c. A
-    class missing in truth and prediction has no score, and is excluded from the means. If all classes are missing, the
-    means are omitted. If the ignored label is a class, this class has no score, but pixels predicted as this class
-    count as wrong.
+    :math:`P_c` are the pixels predicted as class c in all batches, and :math:`T_c` the pixels labelled as class c. A
+    class without such pixels has no score, and is excluded from the means. If ``ignore_index`` is a class, this class
+    has no score, but predictions of this class count as wrong. If no class has a score, the means are omitted.
 
     Args:
-        num_classes: Number of classes (labels for ``"multilabel"``; 1 for ``"binary"``).
-        mode: ``"multiclass"`` for one class per pixel, ``"binary"`` for one class, ``"multilabel"`` for any number.
+        num_classes: Number of classes; 1 for ``"binary"``.
+        mode: ``"multiclass"`` for one class per pixel, ``"multilabel"`` for several, ``"binary"`` for a single class.
         ignore_index: Label of ignored pixels; ``None`` if no pixel is ignored.
-        class_names: Class names; if ``None``, indices.
-        per_class: Whether the result contains scores per class.
+        class_names: Class names in the result; by default, class indices.
+        per_class: Whether the result contains the scores of every class.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
     Raises:
-        ValueError: If an option is unknown, a number is outside the allowed range, or two classes have the same name.
+        ValueError: If an argument is invalid, or two classes have the same name.
 
     Example:
         >>> scores = SegmentationScores(3, class_names=["sky", "road", "car"])
@@ -72,8 +71,8 @@ class SegmentationScores(Metric):
         """Adds a batch of predictions and labels.
 
         Args:
-            logits: Shape ``(N, C, H, W)``; in the modes ``"binary"`` and ``"multilabel"`` values above 0 are positive.
-            target: With ``"multiclass"`` class indices ``(N, H, W)``, else 0 and 1, reshaped to the logits' shape.
+            logits: Model outputs, shape ``(N, C, H, W)``. Except in mode ``"multiclass"``, values above 0 are positive.
+            target: Class indices, shape ``(N, H, W)``. In the other modes, 0 and 1 in the shape of ``logits``.
         """
         options: dict[str, Any] = {"average": "none", "ignore_index": self.ignore_index, "validate_args": False}
         if self.mode == "multiclass":

@@ -71,11 +71,10 @@ def tensors_by_path(module: nn.Module) -> dict[str, Tensor]:
 
 
 def live_entries(module: nn.Module) -> State:
-    """Tensors that share memory with the module's state, by entry name. Writing to a tensor changes the module.
+    """Maps state dict names to tensors in the module's memory. Writing to a tensor changes the module.
 
-    Tied entries (one tensor with several names) appear once, under the first name. A complex tensor appears as a real
-    view (:func:`torch.view_as_real`, shape ``(..., 2)``). Entries without memory in the module are excluded: extra
-    state, and copies created by ``state_dict``.
+    A tensor with several names appears only under the first name. A complex tensor appears as pairs of real numbers,
+    shape ``(..., 2)``. Extra state, and copies created by ``state_dict``, are excluded.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -119,7 +118,7 @@ def _memory(value: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...
 def entry_names(module: nn.Module) -> dict[Tensor, str]:
     """Maps each parameter and buffer to the tensor's name in ``state_dict()``.
 
-    Tensors outside the state dict are excluded. ``ValueError`` is raised if such a tensor requires gradients.
+    Tensors outside the state dict are excluded. If such a tensor requires gradients, ``ValueError`` is raised.
     """
     return _find_complete_state(module)[1]
 
@@ -173,7 +172,7 @@ def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
 def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
     """Raises an error if the state dict lacks a tensor that the module or ``optimizers`` train.
 
-    Also refuses lazy layers, entries with overlapping memory, and running statistics missing from the state dict.
+    Also refuses lazy layers, tensors with overlapping memory, and running statistics missing from the state dict.
     """
     slots, owner = tensor_slots(module), type(module).__name__
     lazy = [slot.path for slot in slots if is_lazy(slot.tensor)]
@@ -254,10 +253,10 @@ def trainable_entries(module: nn.Module) -> frozenset[str]:
 
 
 def untrained_entries(module: nn.Module) -> frozenset[str]:
-    """Names of entries that optimizers and BatchNorm updates leave unchanged.
+    """Names of parameters and buffers that optimizers and BatchNorm updates leave unchanged.
 
-    These are parameters without gradients, and buffers in layers in evaluation mode. The module's own code, such as
-    ``forward``, may still change these entries.
+    These are parameters without gradients, and buffers in layers in evaluation mode. The module's own code may still
+    change these tensors.
     """
     names = entry_names(module)
     untrained: set[Tensor] = {parameter for parameter in module.parameters() if not parameter.requires_grad}
@@ -336,7 +335,7 @@ def find_non_finite(state: Mapping[str, Tensor]) -> str | None:
 
 @torch.no_grad()
 def find_implausible(state: Mapping[str, Tensor]) -> str | None:
-    """Describes the first fault in a state, or returns ``None``.
+    """Describes the first fault in a state dict, or returns ``None``.
 
     Faults are NaN, infinities, a root mean square above 1e10, and negative running variances or batch counts.
     """
@@ -379,12 +378,12 @@ def entry_policies(
     personal: Sequence[Selector] = (),
     frozen: Sequence[Selector] = (),
 ) -> dict[str, Policy]:
-    """Returns the policy of each state dict entry: shared, personal or frozen.
+    """Maps each parameter and buffer to ``"shared"``, ``"personal"`` or ``"frozen"``.
 
-    The arguments select entries by name pattern or module type.
+    ``personal`` and ``frozen`` select tensors by name pattern or module type.
 
     Raises:
-        ValueError: If a selector matches nothing, or an entry is both personal and frozen.
+        ValueError: If a selector matches nothing, or a tensor is both personal and frozen.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -402,11 +401,12 @@ def entry_policies(
 
 
 def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[Selector], option: str) -> set[str]:
-    """Returns the state dict entries that match any selector (:data:`Selector`).
+    """Returns the names of parameters and buffers that match any :data:`Selector`.
+
+    ``option`` is the name of the user's option for error messages.
 
     Raises:
-        ValueError: If a selector matches nothing. Also if a selector matches a tied tensor (one tensor with several
-            names) only by a later name or layer. The message contains ``option``, the name of the user's option.
+        ValueError: If a selector matches nothing, or only a later name of a tensor with several names.
     """
     names = list(names)
     tied = tied_names({name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)})

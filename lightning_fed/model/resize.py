@@ -21,18 +21,17 @@ class AttributeChange(NamedTuple):
 
 @torch.no_grad()
 def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Loads a state into a module, and changes the module's layer widths to fit.
+    """Loads a state dict into a module, and changes the module's layer widths to fit.
 
-    `Parameter` objects stay the same, so optimizers, tied weights and hooks keep working. Optimizer states of
-    parameters with a new shape become invalid, and gradients are dropped. Layer attributes (``out_channels``,
-    ``num_features``, ``hidden_size``, depthwise groups) are updated.
+    `Parameter` objects stay the same, so optimizers, tied weights and hooks keep working. Layer attributes such as
+    ``out_channels`` are updated. Gradients are dropped, and optimizer states of resized parameters become invalid.
 
     Args:
         module: Module, changed in place.
-        state: Values for any entries, with unchanged number of axes. Dtypes and devices are taken from the module.
+        state: New values of parameters and buffers by name, with unchanged number of axes.
 
     Raises:
-        ValueError: If an entry is unknown or has another number of axes. The module is then unchanged.
+        ValueError: If a name is unknown, or a value has another number of axes.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))

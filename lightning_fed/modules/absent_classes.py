@@ -24,16 +24,16 @@ def absent_class_loss(
     .. math:: \ell = - \frac{1}{|P|} \Bigl( \sum_{x \in P,\, y_x \in C} \log p_{y_x}(x)
         + \sum_{x \in P,\, y_x \notin C} \log \sum_{c \notin C} p_c(x) \Bigr)
 
-    :math:`P` are the valid pixels, :math:`y_x` is the target at pixel x, :math:`p_c(x)` the probability of class c, and
-    :math:`C` are the client's labelled classes. The loss only requires that an unlabelled pixel belongs to none of the
-    client's classes. If all classes are labelled, unlabelled pixels are skipped. The result is at least float32, and 0
-    if no pixel is valid. Reference: Miao et al., CVPR 2023, the loss for foreground-background inconsistency.
+    :math:`P` are the pixels, :math:`y_x` is the target at pixel x, :math:`p_c(x)` the probability of class c, and
+    :math:`C` are the client's labelled classes. If all classes are labelled, unlabelled pixels are skipped. Reference:
+    Miao et al., CVPR 2023, the loss for foreground-background inconsistency.
 
     Args:
         logits: Shape ``(N, num_classes, *size)``.
-        target: Class indices, or ``unlabelled``; integers, shape ``(N, *size)``.
-        unlabelled: Target for unlabelled pixels.
-        classes: Classes :math:`C`; if ``None``, the classes in ``target``, as in the authors' program.
+        target: Class indices or ``unlabelled``, shape ``(N, *size)``.
+        unlabelled: Target of unlabelled pixels.
+        classes: The client's labelled classes :math:`C`; by default, the classes in ``target``, as in the authors'
+            program.
 
     Raises:
         ValueError: If ``target`` contains a class outside ``classes`` or the logits.

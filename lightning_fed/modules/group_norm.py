@@ -26,23 +26,21 @@ _BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.Sy
 def to_group_norm(model: nn.Module, num_groups: int = 32) -> nn.Module:
     r"""Replaces all batch normalisations in a model by group normalisations, in place. Returns the model.
 
-    BatchNorm uses the mean and variance over the batch in training, and running averages in evaluation. If clients have
-    different data, the averaged statistics do not fit any client. GroupNorm uses the mean and variance over a group of
-    channels in *one* example, so training and evaluation agree, and only weights are averaged.
+    BatchNorm uses statistics of the batch in training, and running statistics in evaluation. If clients have different
+    data, the averaged running statistics do not fit any client. GroupNorm uses statistics of one example, so training
+    and evaluation agree.
 
-    The `Parameter` objects, names, ``eps``, training mode and shared layers stay the same. Running statistics and hooks
-    on the old layers are lost. A pretrained model computes a different function afterwards, and needs fine-tuning.
-    Layers without batch statistics (frozen BatchNorm, InstanceNorm, LayerNorm) are not changed.
+    The `Parameter` objects and their names stay the same. Running statistics and hooks on the old layers are lost. A
+    pretrained model needs fine-tuning afterwards. Other normalisation layers are not changed.
 
     Args:
         model: Any module. For a batch normalisation the result is the new layer.
         num_groups: Maximum number of groups per layer. A layer with C channels gets the largest divisor of C up to this
-            number. `torch.nn.BatchNorm1d` gets at most C / 16 groups. A layer with a one-pixel input (global pooling)
-            needs several channels per group.
+            number. `torch.nn.BatchNorm1d` gets at most C / 16 groups. A layer with one-pixel inputs needs several
+            channels per group.
 
     Raises:
-        TypeError: If a layer is not initialised (`torch.nn.LazyBatchNorm2d`), or is a subclass with a custom
-            ``forward``, for which no replacement is known.
+        TypeError: If a layer is not initialised (`torch.nn.LazyBatchNorm2d`), or has a custom ``forward``.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 48, 3, bias=False), nn.BatchNorm2d(48), nn.ReLU())

@@ -7,10 +7,10 @@ CHUNK_ELEMENTS = 1 << 22
 
 
 def chunk_steps(count: int, width: int, positions: int, elements: int | None = None) -> tuple[int, int]:
-    """Returns the numbers of examples and of pixels per chunk, for an input with shape (examples, channels, pixels).
+    """Returns the numbers of examples and pixels per chunk.
 
-    A chunk contains all channels. A chunk with several examples contains all pixels of these examples. ``elements`` is
-    the maximum size of a chunk, by default ``CHUNK_ELEMENTS``. A chunk with a single pixel may be larger.
+    The input has ``count`` examples, ``width`` channels and ``positions`` pixels. A chunk contains all channels, and
+    either whole examples or some pixels in one example. ``elements`` limits the values per chunk of several pixels.
 
     Example:
         >>> chunk_steps(100, 4, 10, elements=80), chunk_steps(100, 4, 10, elements=20)

@@ -19,17 +19,17 @@ RowWeighting: TypeAlias = Literal["global", "per_row"]
 class RowSums:
     r"""Running weighted sums of table rows, with memory only for rows that clients have sent.
 
-    Client *k* sends the rows :math:`w_{k,j}` with the indices :math:`j \in S_k`, and has weight :math:`a_k`. For the
-    old table :math:`w`, row *j* in the mean is
+    Client *k* with weight :math:`a_k` sends the rows :math:`w_{k,j}` with the indices :math:`j \in S_k`. For the old
+    table :math:`w`, row *j* in the mean is
 
     .. math:: \bar w_j = w_j + \frac{1}{A_j} \sum_{k:\, j \in S_k} a_k (w_{k,j} - w_j)
 
     With ``"global"``, the default, :math:`A_j` is the sum of all weights, so a missing row counts as unchanged. With
-    ``"per_row"``, :math:`A_j` is the sum of the weights of the clients with row *j*. Sums have dtype float64.
+    ``"per_row"``, :math:`A_j` sums only the weights of clients with row *j*.
 
     Attributes:
         total: Sum of all added weights.
-        num_rows: Number of rows in memory, at most about twice the number of distinct rows.
+        num_rows: Number of rows in memory.
 
     Example:
         >>> sums = RowSums()
@@ -70,10 +70,10 @@ class RowSums:
 
     @torch.no_grad()
     def mean(self, base: Tensor, weighting: RowWeighting = "global", total: float | None = None) -> Tensor:
-        """Returns a copy of ``base`` with the weighted mean in each row sent by at least one client.
+        """Returns a copy of ``base``, shape ``(n, *)``, with weighted means in the rows that clients sent.
 
-        With ``"global"``, a client without a row contributes the row of ``base``, and ``total`` is the sum of all
-        clients' weights (by default, of the added weights). With ``"per_row"``, only clients with the row count.
+        With ``"global"``, a client without a row contributes the row of ``base``. With ``"per_row"``, only clients with
+        the row count. ``total`` is the sum of all clients' weights, by default of the added weights.
         """
         check_option("row_weighting", weighting, ("global", "per_row"))
         self._merge_parts()

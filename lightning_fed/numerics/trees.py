@@ -32,9 +32,9 @@ _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def elements(container: Any, mapping: type[Mapping[Any, Any]] = Mapping) -> Iterable[Any]:
-    """Returns the values of a mapping, or the elements of a list, tuple or set, or ``()``.
+    """Returns the elements of a container, or ``()`` for other objects.
 
-    ``mapping`` is the type for mappings. With ``dict``, lazy mappings are not loaded.
+    Containers are lists, tuples, sets, and mappings of the type ``mapping``. A mapping's elements are the values.
     """
     if isinstance(container, mapping):
         return container.values()
@@ -76,8 +76,7 @@ def move_beside(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> d
 def copy_tree(value: Any, copied: dict[int, Any] | None = None) -> Any:
     """Copies a scheduler's or optimizer's state. Later steps do not change the copy.
 
-    Optimizers, modules, functions and objects with a custom constructor are only referenced. Unlike ``copy.deepcopy``,
-    the function runs no code of other classes.
+    Optimizers, modules, functions and objects with a custom ``__new__`` are referenced instead of copied.
     """
     # `copy.deepcopy` may not terminate for a scheduler with `__getattr__`.
     copied = {} if copied is None else copied
@@ -138,8 +137,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Applies an elementwise function, with one call per group of tensors adjacent in memory.
 
-    The function receives the group as one flat tensor, and the list index of the first tensor. Returns one result per
-    tensor.
+    ``function`` receives the group as one flat tensor, and the index of the group's first tensor in ``tensors``.
     """
     results = list(tensors)
     for run in find_runs(tensors):
@@ -208,7 +206,7 @@ def add_in_float64(sums: Sequence[Tensor], values: Sequence[Tensor], weight: flo
 def differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yields the differences ``new - old`` of tensor pairs. On the CPU large tensors are split into chunks.
 
-    Chunks do not depend on the memory layout, so a sum over chunks is equal on all machines.
+    The memory layout does not change the chunks, so a sum over chunks is reproducible.
     """
     for pair in zip(new, old, strict=True):
         for values in zip(*map(cache_chunks, pair), strict=True):

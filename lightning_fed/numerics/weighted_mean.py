@@ -16,14 +16,13 @@ from lightning_fed.numerics.trees import add_in_float64, map_runs
 
 
 class WeightedMean:
-    r"""Running weighted mean of model states (tensors by entry name), with memory for one state.
+    r"""Running weighted mean of state dicts, with memory for one state dict.
 
     .. math:: \bar w = \frac{\sum_k a_k w_k}{\sum_k a_k}
 
-    Here :math:`w_k` is a state and :math:`a_k` the weight. Floating-point entries are summed in float64 and cast back
-    once, so the mean of identical float32 states is exact. Integer and boolean entries are taken from the state with
-    the largest ``size`` (number of examples). If sizes are equal, the largest value is taken. :meth:`merge` adds the
-    states of another process.
+    Here :math:`w_k` is a state dict and :math:`a_k` the weight. Floating-point tensors are summed in float64. Integer
+    and boolean tensors are taken from the state dict with the most examples. If several have the most examples, the
+    largest value is taken. :meth:`merge` adds the state dicts of another process.
 
     Example:
         >>> import torch
@@ -48,10 +47,10 @@ class WeightedMean:
     def add(
         self, state: Mapping[str, Tensor], weight: float, size: int, rows: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Adds one state with a weight and the number of examples (``size``). All states have equal names and shapes.
+        """Adds a state dict with a weight. ``size`` is the client's number of examples.
 
-        A missing floating-point entry is treated as unchanged from ``base`` in :meth:`mean`. If an entry contains only
-        some rows, ``rows`` maps the entry's name to the row indices: int64, shape ``(rows,)``.
+        A missing floating-point tensor counts as unchanged in the round. If a tensor contains only some rows, ``rows``
+        maps the tensor's name to the row indices: int64, shape ``(rows,)``.
         """
         if not 0 <= weight < float("inf"):
             raise ValueError(f"Expected `weight` to be finite and not negative, but got {weight}.")
@@ -96,10 +95,11 @@ class WeightedMean:
     def mean(
         self, base: Mapping[str, Tensor] | None = None, row_weighting: RowWeighting = "global"
     ) -> dict[str, Tensor]:
-        """Returns the weighted mean of all added states, in the dtype of each entry.
+        """Returns the weighted mean of all added state dicts.
 
-        ``base`` is the state before the round, required if clients sent only some rows of an entry. An entry missing in
-        an added state is taken from ``base`` (0 without ``base``). Raises ``ValueError`` without a positive weight.
+        ``base`` is the state dict before the round, required if clients sent only some rows. A tensor missing in an
+        added state dict is taken from ``base``, or is 0 without ``base``. Without a positive weight, raises
+        ``ValueError``.
         """
         if self.total <= 0:
             raise ValueError("Expected at least one state with a positive weight before `mean`.")
@@ -114,7 +114,7 @@ class WeightedMean:
         return means | {name: value.clone() for name, value in self._integers.items()}
 
     def held_rows(self) -> dict[str, Tensor]:
-        """Indices of all received rows, int64, by name of the entries that clients sent only as rows."""
+        """Indices of received rows, int64, shape ``(rows,)``, by name of the entries that clients sent only as rows."""
         return {name: sums.rows for name, sums in self._rows.items() if name not in self._sums}
 
     def _completed(self, name: str, value: Tensor, base: Mapping[str, Tensor] | None) -> Tensor:

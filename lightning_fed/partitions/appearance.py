@@ -27,24 +27,22 @@ _TOLERANCE = 1e-3
 class Look(PartitionOfPartition):
     """Adds a client-specific image appearance to another partition.
 
-    Every client has a separate :class:`ImageLook`, drawn from the seed and the client's name. The look changes the
-    images, not the targets, of training samples and of the samples held out by
-    :class:`~lightning_fed.data.PartitionedData`.
+    Every client has a separate :class:`ImageLook`, drawn from the seed and the client's name. Targets stay unchanged.
+    Samples held out by :class:`~lightning_fed.data.PartitionedData` get the same look.
 
     Args:
         partition: Partition of the data set.
-        contrast: Strength :math:`s`; contrasts are log-uniform from :math:`1 / (1 + s)` to :math:`1 + s`.
+        contrast: Strength :math:`s`. The contrast factor is log-uniform from :math:`1 / (1 + s)` to :math:`1 + s`.
         colour: Strength :math:`s` of the factors for red, green and blue, drawn like the contrast.
         blur: Largest standard deviation of a Gaussian blur in pixels.
         noise: Largest standard deviation of Gaussian noise on the scale from 0 to 1.
         polarity: Share of clients with inverted images, in [0, 1].
-        mean: Mean subtracted by the data set (one number, or one per channel).
-        std: Standard deviation used as divisor by the data set. Without mean and std, images must range from 0 to 1.
+        mean: Mean subtracted by the data set's normalisation: one number, or one per channel.
+        std: Divisor in the data set's normalisation. Without mean and std, images must range from 0 to 1.
         seed: Seed for the appearances; if ``None``, the federation's seed.
 
     Raises:
-        ValueError: If a strength is negative or not finite, or a share is outside [0, 1]; while reading, if an image is
-            outside 0 to 1.
+        ValueError: If an argument is outside the allowed range, or an image is outside 0 to 1.
 
     Example:
         >>> from lightning_fed.data import IID
@@ -102,21 +100,21 @@ class Look(PartitionOfPartition):
 @final
 @dataclass(frozen=True)
 class ImageLook:
-    """Transform that changes a sample's image: channel gains, contrast, inversion, blur and noise, in this order.
+    """Transform that changes the colours, contrast, blur and noise of a sample's image.
 
-    The image is the first element in a tuple or list, the entry ``"image"`` in a mapping (or the first entry), or the
-    sample itself: a tensor with shape ``(C, H, W)`` or ``(H, W)``. Values are floats from 0 to 1 (after undoing ``std``
-    and ``mean``), or uint8; the type does not change. Values are clamped to 0 and 1 after every step. Noise depends
-    only on the image and the seed, so an image has the same noise in every epoch and process.
+    The image is the sample, the first element of a tuple or list, or the value of ``"image"`` in a mapping. The shape
+    is ``(C, H, W)`` or ``(H, W)``. Values are uint8, or floats from 0 to 1 before normalisation with ``mean`` and
+    ``std``. The order is channel gains, contrast, inversion, blur and noise. Values are clamped to 0 and 1 after each
+    step. An image has the same noise in every epoch.
 
     Args:
-        contrast: Factor for the distance from 0.5.
-        gains: Factors for the channels; the factors are repeated if an image has more channels than factors.
+        contrast: Factor for each value's distance from 0.5.
+        gains: Factors for the channels, repeated if an image has more channels.
         blur: Standard deviation of the blur in pixels.
         noise: Standard deviation of the noise.
         is_negative: Whether to invert the image.
-        mean: Mean that was subtracted from the channels.
-        std: Standard deviation used as divisor.
+        mean: Mean subtracted from the channels.
+        std: Standard deviation by which the channels were divided.
         seed: Seed for the noise.
 
     Example:

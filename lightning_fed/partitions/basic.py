@@ -63,8 +63,9 @@ class IID(NumberedPartition):
 class QuantitySkew(NumberedPartition):
     r"""Splits the samples at random into parts of unequal sizes.
 
-    The shares :math:`p` of the :math:`K` clients follow a Dirichlet distribution, or are proportional to log-normal
-    numbers :math:`s_k`. The :math:`N` shuffled samples are cut at the cumulative shares:
+    The shares :math:`p` of the :math:`K` clients follow a Dirichlet distribution with :math:`K` parameters
+    :math:`\beta`, or are proportional to log-normal numbers :math:`s_k`. The :math:`N` shuffled samples are cut at the
+    cumulative shares:
 
     .. math:: p \sim \mathrm{Dir}(\beta 1_K) \quad \text{or} \quad
         p_k \propto s_k,\ \log s_k \sim \mathcal N(0, \sigma^2); \qquad
@@ -72,12 +73,11 @@ class QuantitySkew(NumberedPartition):
 
     Args:
         num_clients: Number of clients, at least 1.
-        beta: Concentration for ``"dirichlet"``: small for very unequal sizes, ``inf`` for equal sizes. Greater than 0.
-        distribution: Distribution of sizes: ``"dirichlet"`` (NIID-Bench's "iid-diff-quantity") or ``"lognormal"`` (as
-            in the FedProx data).
+        beta: Concentration for ``"dirichlet"``, greater than 0. Small values give very unequal sizes, ``inf`` equal
+            sizes.
+        distribution: Distribution of sizes: ``"dirichlet"`` as in NIID-Bench, or ``"lognormal"`` as in FedProx.
         sigma: Standard deviation of the log-sizes for ``"lognormal"``, at least 0.
-        min_size: Minimum number of samples per client: the sizes are drawn again until all clients reach this number.
-            ``None`` means 10, or after 1000 failed draws 5, then 2, then 1.
+        min_size: Minimum number of samples per client. By default 10, or fewer after 1000 failed draws.
         seed: Seed for the split; if ``None``, the federation's seed.
 
     Example:
@@ -138,12 +138,11 @@ class QuantitySkew(NumberedPartition):
 class PermutedPixels(PartitionOfPartition):
     """Splits data like another partition, and permutes each client's pixels differently.
 
-    A datamodule's validation data are not permuted, so scores on these data do not measure the clients' performance.
-    Use :class:`~lightning_fed.data.PartitionedData` to hold out permuted examples, or :meth:`transform` for a client's
-    permutation.
+    A datamodule's validation data are not permuted. Use :class:`~lightning_fed.data.PartitionedData` to hold out
+    permuted examples.
 
     Args:
-        partition: Partition of the data set: `IID` as in the paper, or `LabelsPerClient` as in the paper's program.
+        partition: Partition of the data set, such as `IID` in the paper.
         seed: Seed for the permutations; if ``None``, the federation's seed.
 
     Raises:
@@ -172,8 +171,8 @@ class ByGroup(Partition):
     """Makes each group of samples a client, for example each writer, speaker or hospital.
 
     Args:
-        group: Name of a data set attribute with the group of each sample, the groups themselves, or a function from a
-            sample to a group.
+        group: All samples' groups, the name of a data set attribute with the groups, or a function from a sample to the
+            group.
         seed: Has no effect, because the split is not random.
 
     Raises:
@@ -208,10 +207,10 @@ class ByGroup(Partition):
 @final
 @dataclass(frozen=True)
 class PixelPermutation:
-    """Transform that permutes the pixels in a sample's image, with the same permutation for all channels.
+    """Transform that permutes the pixels in a sample's image, equally in all channels.
 
-    The input is the first element in a tuple or list, the entry ``"image"`` in a mapping (or the first entry), or the
-    sample itself, with shape ``(..., H, W)``, or ``(P,)`` for flattened images.
+    The image is the sample, the first element of a tuple or list, or the value of ``"image"`` in a mapping. The shape
+    is ``(..., H, W)``, or ``(pixels,)`` for a flattened image.
     """
 
     client: int

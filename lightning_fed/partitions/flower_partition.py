@@ -24,14 +24,13 @@ _LABELS = ("label", "labels")
 class FlowerPartition(Partition):
     """Clients from a ``flwr-datasets`` partitioner, for any map-style data set.
 
-    The partitioner receives a table with ``columns``. Clients are numbered 0, 1, ..., or named after the partitioner's
-    groups. Random splits depend on the partitioner's seed, not on the federation's seed. This class requires the
-    package (``pip install flwr-datasets``).
+    Clients have numbers, or the names of the partitioner's groups. Random splits depend on the partitioner's seed, not
+    on the federation's seed. Install the package with ``pip install flwr-datasets``.
 
     Args:
         partitioner: The partitioner, without an assigned data set.
-        columns: Columns for the partitioner (``partition_by``): names of attributes or columns of the data set, or a
-            mapping from column name to one value per sample.
+        columns: Columns for the partitioner: names of data set attributes, or a mapping from column name to one value
+            per sample.
 
     Raises:
         TypeError: If ``partitioner`` is not a partitioner.

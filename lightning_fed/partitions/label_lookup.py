@@ -45,19 +45,18 @@ def labels_of(
     1. ``label_fn(sample)`` for every sample.
     2. An attribute, or a table's column, named ``targets``, ``labels``, ``label``, ``target`` or ``y``.
     3. The labels in the parts of a ``Subset`` or ``ConcatDataset``; the second tensor in a ``TensorDataset``.
-    4. Every sample: element 1 in a tuple or list, otherwise the entry or attribute ``label``, ``labels``, ``target``,
-       ``y`` or ``mask``. The source is logged, because reading can take long. Global random generators are restored.
+    4. Every sample: the second element of a tuple or list, or the value of ``label``, ``labels``, ``target``, ``y`` or
+       ``mask``. Reading every sample can take long.
 
-    A target is a number, or an integer mask with shape ``(H, W)``, ``(1, H, W)`` or ``(H, W, 1)``. A mask's label is
-    the dominant foreground class: the class with the most pixels, except ``ignore_index`` and ``background``. In a tie,
-    the smaller class is used. Real numbers are sorted into ten bins with equal sample counts. Strings are numbered in
-    alphabetical order.
+    The label of a mask is the foreground class with the most pixels. Masks contain integers, with shape
+    ``(H, W)``, ``(1, H, W)`` or ``(H, W, 1)``. Real numbers are sorted into ten bins with equal sample counts. Strings
+    are numbered in alphabetical order.
 
     Args:
         dataset: A data set with ``__len__`` and ``__getitem__``.
-        label_fn: Function from a sample to a label: a number or a string.
-        ignore_index: Value of void pixels in a mask; ``None`` if no pixel is void.
-        background: Background class in masks, also the label of a mask without foreground; ``None`` if masks have none.
+        label_fn: Function from a sample to a number or string.
+        ignore_index: Mask value of pixels to skip, or ``None``.
+        background: Background class in masks, or ``None``. Also the label of a mask without foreground.
 
     Raises:
         TypeError: If the data set cannot be read by index.
@@ -109,11 +108,10 @@ def labels_of(
 def groups_of(
     dataset: MapDataset, group: str | npt.ArrayLike | Callable[[Any], int | str] = "groups"
 ) -> IndexArray | npt.NDArray[np.str_]:
-    """Finds the group of every sample (such as a writer, video or hospital); shape ``(N,)``, integers or strings.
+    """Finds the group of every sample, such as the writer or hospital, shape ``(N,)``.
 
-    ``group`` is the name of an attribute or a table's column (also inside ``Subset`` and ``ConcatDataset``), the groups
-    of all samples, or a function from a sample to a group. Groups with the same name in different parts of a data set
-    are the same group.
+    ``group`` contains the groups of all samples, names a data set attribute or table column with the groups, or is a
+    function from a sample to the group.
     """
     length = length_of(dataset)
     if not isinstance(group, str):

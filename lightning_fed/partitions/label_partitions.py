@@ -33,7 +33,7 @@ class LabelPartition(NumberedPartition):
     """Base class for partitions by class labels. Subclasses implement :meth:`assign_by_label`.
 
     Labels come from :func:`~lightning_fed.partitions.label_lookup.labels_of`. In segmentation, the label of an image is
-    the dominant foreground class.
+    the foreground class with the most pixels.
     """
 
     def __init__(
@@ -68,37 +68,36 @@ class LabelPartition(NumberedPartition):
 class Dirichlet(LabelPartition):
     r"""Label skew from a Dirichlet distribution, in both published definitions.
 
-    ``definition="per_class"`` ("label-dir") splits each class (:math:`N_c` samples) over :math:`K` clients with
-    shares :math:`p_c`. Client sizes vary.
+    ``definition="per_class"`` splits the :math:`N_c` samples of each class c over :math:`K` clients with shares
+    :math:`p_{ck}`. Client sizes vary.
 
     .. math:: p_c \sim \mathrm{Dir}(\alpha 1_K), \qquad
         \text{client } k \text{ gets samples } \lfloor N_c \textstyle\sum_{j<k} p_{cj} \rfloor \text{ to }
         \lfloor N_c \sum_{j \le k} p_{cj} \rfloor \text{ of the shuffled class } c
 
-    ``definition="per_client"`` splits :math:`N` samples evenly. Client k has class probabilities :math:`q_k`:
+    ``definition="per_client"`` splits :math:`N` samples evenly. Client k draws classes with the probabilities
+    :math:`q_k`:
 
     .. math:: q_k \sim \mathrm{Dir}(\alpha \pi), \qquad
         \lfloor N / K \rfloor \text{ times: class} \sim q_k \text{, an unused sample of that class}
 
-    The prior :math:`\pi` over the classes sums to 1. The same ``alpha`` gives a stronger skew than ``"per_class"``. If
-    no sample of a class remains, its probability is set to 0, or :math:`q_k` is drawn again over the remaining classes.
-    The last :math:`N \bmod K` samples are not assigned.
+    The prior class probabilities :math:`\pi` sum to 1. A class without remaining samples is not drawn. The same
+    ``alpha`` gives a stronger skew than with ``"per_class"``. :math:`N \bmod K` samples are not assigned.
 
     Args:
         num_clients: Number of clients, at least 1.
-        alpha: Concentration, greater than 0: small values give a strong skew, ``inf`` gives none. ``"per_client"`` also
-            allows 0, which gives every client one class (if possible, a class with enough samples).
+        alpha: Concentration, greater than 0. Small values give a strong skew, ``inf`` gives none. With
+            ``"per_client"``, 0 gives every client one class, if a class has enough unused samples.
         definition: ``"per_class"`` or ``"per_client"``.
-        min_size: For ``"per_class"``: minimum number of samples per client. The proportions are drawn again until all
-            clients reach this number. ``None`` means 10, or after 1000 failed draws 5, then 2, then 1.
-        balance: For ``"per_class"``: whether a client with :math:`N / K` samples receives no further classes, as in
-            NIID-Bench's code.
+        min_size: For ``"per_class"``: minimum number of samples per client. By default 10, or fewer after 1000 failed
+            draws.
+        balance: For ``"per_class"``: whether a client with :math:`N / K` samples gets no further classes.
         label_fn: Function from a sample to a label, used instead of the data set's targets.
-        ignore_index: Value of void pixels in masks; ``None`` if no pixel is void.
-        background: Background class in masks; ``None`` if no class is background.
+        ignore_index: Mask value of pixels to skip, or ``None``.
+        background: Background class in masks, or ``None``.
         seed: Seed for the split; if ``None``, the federation's seed.
-        prior: For ``"per_client"``: :math:`\pi`, the class shares in the data (``"empirical"``) or equal shares
-            (``"uniform"``).
+        prior: For ``"per_client"``: :math:`\pi`. ``"empirical"`` for the class shares in the data, ``"uniform"`` for
+            equal shares.
 
     Example:
         >>> import torch
@@ -186,17 +185,17 @@ class Dirichlet(LabelPartition):
 class Shards(LabelPartition):
     r"""Cuts the samples, sorted by label, into equal shards, and gives each client random shards.
 
-    For :math:`K` clients with :math:`z` shards per client, each of the :math:`K z` shards has
-    :math:`\lfloor N / (K z) \rfloor` samples; fewer than :math:`K z` samples at the end are not assigned. A shard may
-    contain two labels. A client has at most :math:`2 z` labels if every label fills a shard, and usually :math:`z` or
-    fewer.
+    For :math:`N` samples and :math:`K` clients with :math:`z` shards each, a shard has :math:`N / (K z)` samples,
+    rounded down. Remaining samples at the end are not assigned. A shard may contain two labels. A client usually has at
+    most :math:`z` labels.
 
     Args:
         num_clients: Number of clients, at least 1.
-        shards_per_client: Shards per client, at least 1; in the paper 2 shards of 300 samples for 100 clients (MNIST).
+        shards_per_client: Shards per client, at least 1. The paper gives each of 100 clients 2 shards of 300 MNIST
+            samples.
         label_fn: Function from a sample to a label, instead of the data set's targets.
-        ignore_index: Value of void pixels in masks; ``None`` if no pixel is void.
-        background: Background class in masks; ``None`` if no class is background.
+        ignore_index: Mask value of pixels to skip, or ``None``.
+        background: Background class in masks, or ``None``.
         seed: Seed for the split; if ``None``, the federation's seed.
 
     Example:
@@ -245,25 +244,24 @@ class Shards(LabelPartition):
 class LabelsPerClient(LabelPartition):
     r"""Gives every client the same number of labels. The clients with a label share its samples.
 
-    Equal shares differ by at most one sample. If a label has more clients than samples, the last clients get no samples
-    of this label. With ``sigma`` each client with a label gets ``min_per_label`` samples, and a share of the remaining
-    samples
+    By default the clients' shares are equal. With ``sigma`` each client with a label gets ``min_per_label`` samples,
+    and a share :math:`p_k` in the remaining samples:
 
     .. math:: p_k \propto s_k,\ \log s_k \sim \mathcal N(0, \sigma^2)
 
-    with a separate draw for each label. Samples whose label no client has are not assigned.
+    The numbers :math:`s_k` are drawn separately for each label. Samples whose label no client has are not assigned.
 
     Args:
         num_clients: Number of clients, at least 1.
         labels_per_client: Number of different labels per client, from 1 to the number of labels.
-        assignment: ``"random"``, as in NIID-Bench: client k has label k mod C, and further labels drawn at random.
-            ``"even"``: numbers of clients per label differ by at most one. ``"consecutive"``, as in FedProx's program:
-            client k has the labels k, k + 1, ... mod C.
+        assignment: How labels are chosen. ``"random"``, as in NIID-Bench: client k has label k modulo the number of
+            labels, and others at random. ``"even"``: all labels have about equally many clients. ``"consecutive"``, as
+            in FedProx: client k has the labels k, k + 1, ..., modulo the number of labels.
         label_fn: Function from a sample to a label, instead of the data set's targets.
-        ignore_index: Value of void pixels in masks; ``None`` if no pixel is void.
-        background: Background class in masks; ``None`` if no class is background.
+        ignore_index: Mask value of pixels to skip, or ``None``.
+        background: Background class in masks, or ``None``.
         seed: Seed for the split; if ``None``, the federation's seed.
-        sigma: Standard deviation of the logarithm of the clients' shares per label; 0 for equal shares.
+        sigma: Standard deviation :math:`\sigma` for random shares; 0 for equal shares.
         min_per_label: Minimum number of samples per client and label.
 
     Example:

@@ -39,10 +39,8 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
     For a partition with one client, the data may have any form supported by a plain Trainer.
 
     Raises:
-        TypeError: If the partition has several clients, and the data are neither a ``DataLoader`` over a map-style data
-            set nor several such loaders.
-        OptionError: If a loader overrides ``DataLoader`` methods, the indices from a sampler cannot be divided among
-            clients, or the partition returns different client names for several loaders' data sets.
+        TypeError: If the partition has several clients, and a loader is not a ``DataLoader`` over a map-style data set.
+        OptionError: If a loader cannot be split, or several loaders get different clients.
     """
     several = isinstance(data, Mapping | list | tuple)
     is_ordinary = (
@@ -62,8 +60,8 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
 def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients:
     """Splits a user's ``DataLoader`` into one loader per client, with the same batch size, collation and workers.
 
-    ``shuffle=True`` shuffles within each client. A custom sampler draws one order for all clients; each client
-    gets the client's examples in this order (:class:`~lightning_fed.partitions.sampler_stream.SamplerStream`).
+    ``shuffle=True`` shuffles within each client. A custom sampler draws one order for all clients. Each client's loader
+    keeps this order.
     """
     _check_splittable(loader)
     if loader.batch_sampler is None:

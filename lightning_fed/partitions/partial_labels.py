@@ -21,27 +21,26 @@ from lightning_fed.partitions.sample_assignment import generator_for
 
 @final
 class PartialLabels(PartitionOfPartition):
-    """Restricts each client's masks to some classes; all other pixels become void.
+    """Restricts each client's masks to some annotated classes.
 
-    Client k annotates class k modulo the number of classes, and further classes drawn at random. All other classes are
-    replaced by ``ignore_index`` in the training data. With :class:`~lightning_fed.data.PartitionedData` the same
-    applies to validation and test data, so scores are computed only for the annotated classes.
+    Client k annotates class k modulo the number of classes, and further classes drawn at random. Pixels of other
+    classes get the value ``ignore_index``. Samples held out by :class:`~lightning_fed.data.PartitionedData` are changed
+    in the same way, so only annotated classes are scored.
 
-    Masks are class indices with any shape. With ``mode="multilabel"`` a sample has one binary mask per class, shape
-    ``(num_classes, H, W)``, and the masks of other classes become void.
+    Masks contain class indices. With ``mode="multilabel"`` a sample has one binary mask per class, shape
+    ``(num_classes, H, W)``, and all pixels in the masks of other classes get the value ``ignore_index``.
 
     Args:
         partition: Partition for the data set.
         num_classes: Number of classes in the masks.
         classes_per_client: Number of annotated classes per client, in addition to ``always``.
-        always: Classes that every client annotates (for example a background).
+        always: Classes that every client annotates, for example a background.
         ignore_index: Label for pixels without annotation.
         seed: Seed for choosing classes; if ``None``, the federation's seed.
         mode: ``"multiclass"`` for one class per pixel, ``"multilabel"`` for any number of classes per pixel.
 
     Raises:
-        ValueError: If an argument is outside the allowed range; while reading, if a sample has no integer mask or a
-            mask of the other mode.
+        ValueError: If an argument is outside the allowed range, or a sample has no mask of the chosen mode.
 
     Example:
         >>> from lightning_fed.data import IID
@@ -99,11 +98,10 @@ class PartialLabels(PartitionOfPartition):
 @final
 @dataclass(frozen=True)
 class AnnotatedClasses:
-    """Transform that sets pixels of classes without annotation to void in a sample's mask.
+    """Transform that replaces classes without annotation by ``ignore_index`` in a sample's mask.
 
-    The mask is the second element in a tuple or list, or the entry ``"mask"`` in a mapping (or ``"target"``,
-    ``"label"``, ``"y"`` and the plurals), with one class per pixel or, with ``mode="multilabel"``, one binary mask per
-    class, shape ``(num_classes, H, W)``.
+    The mask is the second element of a tuple or list, or a value such as ``"mask"`` in a mapping. With
+    ``mode="multilabel"`` a sample has one binary mask per class, shape ``(num_classes, H, W)``.
     """
 
     classes: tuple[int, ...]

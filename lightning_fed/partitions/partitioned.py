@@ -28,27 +28,21 @@ FORWARDED = (*TRANSFER_HOOKS, "predict_dataloader")
 class PartitionedData(FederatedDataModule):
     """Splits the training data of another datamodule into clients, with validation data for each client.
 
-    The split equals the split by the Trainer's `partition`. In addition, a random share of every client's examples is
-    held out for evaluation by client. Methods with one model per client require such an evaluation. Shares are rounded
-    down, but contain at least one example. Held-out examples have no augmentation if the training data set is an
-    :class:`~lightning_fed.data.ArrayDataset`; augmentation inside other data sets remains.
-
-    Hooks and checkpoint state of the source datamodule work as usual.
+    A random share of every client's examples is held out for evaluation by client. Methods with one model per client
+    require such an evaluation. Held-out examples have no augmentation if the training data set is an
+    :class:`~lightning_fed.data.ArrayDataset`. Augmentation inside other data sets remains.
 
     Args:
-        source: Any datamodule with one training loader. Batch size, collation and workers are reused; its validation
-            data are ignored.
+        source: Any datamodule with one training loader, whose settings are reused. Validation data are ignored.
         partition: Partition of the training data.
         val_fraction: Fraction of every client's examples for validation, in (0, 1).
         test_fraction: Fraction for testing, in [0, 1). With 0, the test data come from `source`.
-        seed: Seed for the split. If None, the first `setup` uses the seed from `lightning.seed_everything`, or 0
-            without such a seed.
+        seed: Seed for the split; by default the seed from `lightning.seed_everything`, or 0.
 
     Raises:
-        ValueError: If a fraction is outside the allowed range, or no example remains for training; in `setup`, if the
-            loader has a custom sampler.
-        TypeError: If `source` is not a datamodule; in `setup`, if `source` has no training loader with a map-style data
-            set.
+        ValueError: If a fraction is outside the allowed range, no example remains for training, or the loader has a
+            custom sampler.
+        TypeError: If `source` is not a datamodule, or has no training loader with a map-style data set.
 
     Example:
         >>> from lightning_fed.data import LabelsPerClient
@@ -132,7 +126,7 @@ class PartitionedData(FederatedDataModule):
         population = split_loader(self.source.train_dataloader(), self.partition, seed)
         if isinstance(population, SampledClients):
             raise OptionError(
-                "Expected a training loader that reads every example once per epoch, because PartitionedData holds out "
+                "Expected a training loader without a custom sampler, because PartitionedData holds out "
                 f"examples for validation, but got sampler={type(population.draws.sampler).__name__}: pass the "
                 "datamodule itself to `fit`, with `partition=` on the Trainer (which holds out no examples)."
             )

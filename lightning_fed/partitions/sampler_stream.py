@@ -29,9 +29,8 @@ _MOST_EMPTY = 100
 class SamplerStream:
     """Divides the indices drawn by a user's sampler among the clients.
 
-    In each pass, the sampler draws indices once for all clients, with a seed for the round and pass. Each client keeps
-    the indices of the client's examples. Batches without such examples are skipped. A sampler that draws other indices
-    for the same seed is refused.
+    In each epoch, the sampler draws indices once for all clients. Each client keeps the indices of the client's
+    examples. The sampler must draw the same indices for the same seed.
 
     Example:
         >>> from torch.utils.data import SubsetRandomSampler
@@ -64,11 +63,11 @@ class SamplerStream:
             )
 
     def part(self, client: Client, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the client's examples in one pass of the user's sampler.
+        """Returns the client's examples in one epoch of the user's sampler.
 
         The first array contains positions in ``indices[client]``. The second array contains the batch index of each
-        example if the user has a custom batch sampler, otherwise zeros. ``number`` counts the passes in the round, and
-        ``epoch`` (for ``set_epoch``) the passes in the fit.
+        example for a custom batch sampler, otherwise zeros. ``number`` counts the epochs in the round, and ``epoch``
+        the epochs in the fit.
         """
         key = round, number, epoch
         if key not in self._passes:

@@ -29,23 +29,24 @@ Accountant = Literal["rdp", "pld"]
 
 @dataclass(frozen=True)
 class Budget:
-    r"""Privacy budget: noise, sampling and delta, for computing epsilon.
+    r"""Noise, sampling and delta of a fit, from which epsilon is computed.
 
-    The budget protects clients. With :class:`DPSGD` it protects examples: replace "client" by "example", "cohort" (the
-    clients of a round) by "batch", and "round" by "step". C is the maximum norm of an update.
+    The budget protects clients. With :class:`DPSGD` it protects examples: replace "client" by "example", and "round" by
+    "step". C is the maximum norm of a client's update.
 
-    - With ``"poisson"`` sampling, each client is drawn independently. One additional client changes the sum of updates
-      by at most C, and the noise in the sum has standard deviation :math:`z C`.
+    - With ``"poisson"`` sampling, each client is drawn independently. One client changes the sum of updates by at most
+      C, and the noise has standard deviation :math:`z C`.
     - With ``"fixed"`` sampling, a fixed number of clients is drawn. One replaced client changes the sum by at most 2 C,
-      and the standard deviation is :math:`2 z C`.
+      and the noise has standard deviation :math:`2 z C`.
 
     Args:
-        noise_multiplier: Noise multiplier :math:`z`.
+        noise_multiplier: Noise multiplier :math:`z`: the noise relative to one client's largest change of the sum.
         delta: Probability :math:`\delta` that the privacy loss exceeds epsilon.
         population: Total number of clients.
         cohort: Number of clients per round; the expected number with ``"poisson"``.
-        sampling: Sampling scheme. The guarantee requires that the drawn clients stay secret.
-        accountant: ``"rdp"`` (Rényi divergences, fast) or ``"pld"`` (privacy loss distributions, tighter).
+        sampling: ``"poisson"`` or ``"fixed"``. The drawn clients must stay secret.
+        accountant: Method for computing epsilon: ``"rdp"`` (Rényi divergences, fast) or ``"pld"`` (privacy loss
+            distributions, tighter).
 
     Example:
         >>> Budget(noise_multiplier=2.0, delta=1e-3, population=100, cohort=10).sampling
@@ -98,16 +99,16 @@ def calibrate(
     """Finds the budget with the smallest noise multiplier (at least 0.05) for a given epsilon.
 
     Args:
-        epsilon: Bound after all rounds.
+        epsilon: Largest epsilon allowed after all rounds.
         delta: See :class:`Budget`.
         population: Total number of clients.
         cohort: Number of clients per round; the expected number with ``"poisson"``.
         rounds: Total rounds.
-        sampling: Sampling scheme.
-        accountant: Accountant, see :class:`Budget`.
+        sampling: Sampling of clients, see :class:`Budget`.
+        accountant: Method for computing epsilon, see :class:`Budget`.
 
     Raises:
-        ValueError: If an argument is outside its range, or a noise multiplier of 10,000 does not suffice.
+        ValueError: If an argument is outside its range, or no noise multiplier up to 10,000 suffices.
         ModuleNotFoundError: If ``dp-accounting`` is not installed.
     """
     check_positive("epsilon", epsilon)

@@ -24,14 +24,14 @@ from lightning_fed.steps.chain import Chain
 
 @dataclass(frozen=True)
 class Audit:
-    """Result of a privacy audit with canary clients: bounds for epsilon.
+    """Result of a privacy audit, with bounds for epsilon.
 
     Args:
-        num_canaries: Number of canary clients; each is included with probability 1/2.
+        num_canaries: Number of canaries, which are artificial clients included with probability 1/2.
         num_guesses: Number of canaries guessed as included or excluded.
         num_correct: Number of correct guesses.
-        lower_bound: Lower bound of epsilon at the requested confidence.
-        claimed: Upper bound of epsilon, computed by the accountant.
+        lower_bound: Lower bound of epsilon, measured by the audit at the requested confidence.
+        claimed: Upper bound of epsilon, computed for the privacy budget.
     """
 
     num_canaries: int
@@ -50,13 +50,12 @@ def audit_mean(
     confidence: float = 0.95,
     key_for_tests: int | None = None,
 ) -> Audit:
-    """Measures a lower bound of epsilon for :class:`~lightning_fed.privacy.CentralDP` with canary clients.
+    """Measures a lower bound for epsilon in :class:`~lightning_fed.privacy.CentralDP`.
 
-    Each canary is included in the fit with probability 1/2. The model has one coordinate per canary. Whenever an
-    included canary is sampled, the update changes this coordinate by the clipping norm. Afterwards the audit guesses:
-    canaries with the largest coordinates were included, and canaries with the smallest coordinates were excluded.
-    Sampling, update checks, sums and noise equal those in a fit, but no client trains. The maximum lower bound is about
-    the logarithm of the guess count.
+    Canaries are artificial clients, each included with probability 1/2. The model has one coordinate per canary. An
+    update of an included canary changes this coordinate by the clipping norm. Afterwards the audit guesses that
+    canaries with the largest coordinates were included, and canaries with the smallest were excluded. No client trains.
+    The lower bound is at most about the logarithm of the guess count.
 
     Args:
         budget: Privacy budget, with at least ``num_canaries`` clients.
@@ -65,7 +64,7 @@ def audit_mean(
         share: Fraction of canaries to guess, half as "included", half as "excluded".
         seed: Seed for choosing the included canaries.
         confidence: Confidence level of the lower bound.
-        key_for_tests: Known noise key, only for tests; ``None`` draws a secret key.
+        key_for_tests: Noise key, only for tests; by default, a secret key is drawn.
 
     Raises:
         ValueError: If there are more canaries than clients, or ``share`` gives fewer than two guesses.
@@ -115,13 +114,13 @@ def audit_mean(
 def empirical_epsilon(
     num_canaries: int, num_guesses: int, num_correct: int, delta: float, confidence: float = 0.95
 ) -> float:
-    """Lower bound of epsilon at a confidence level, given the number of correct guesses about canaries.
+    """Lower bound of epsilon, given the number of correct guesses about canaries.
 
     Args:
         num_canaries: Number of canary clients.
         num_guesses: Number of guesses.
         num_correct: Number of correct guesses.
-        delta: Delta of the mechanism.
+        delta: Probability that the privacy loss exceeds epsilon.
         confidence: Confidence level of the bound.
 
     Example:

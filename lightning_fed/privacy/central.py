@@ -50,19 +50,20 @@ IS_SHORT = "privacy/is_short"
 
 
 class CentralDP(UpdateStep):
-    r"""Central differential privacy: bounds the information that the model reveals about any single client.
+    r"""Central differential privacy: the model reveals little about any single client.
 
     Clients clip their updates, and the server adds noise to the sum. The server is trusted and sees each client's
-    update. Only the noised models of all rounds and the log values are protected.
+    update. Only the models of all rounds and the logged values are protected.
 
     .. math:: w_{t+1} = w_t + \frac{1}{q N} \left( \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right) +
         \mathcal{N}(0, z_\Delta^2 C^2 I) \right)
 
-    :math:`u_i` is a client's update, with norm over all shared floating-point entries. Each of the N clients is drawn
-    with probability q. All clients have equal weight. :math:`z_\Delta` is the ``noise_multiplier`` z, or with
-    ``adaptive`` a larger number. The server excludes updates with a norm above C. Integer entries do not change.
+    :math:`w_t` is the model in round t, and :math:`u_i` a client's update. Each of the N clients is drawn with
+    probability q, and all have equal weight. :math:`z_\Delta` is the ``noise_multiplier`` z, or with ``adaptive`` a
+    larger number.
 
-    With ``adaptive`` the clipping norm C follows the ``quantile`` :math:`\gamma` of the update norms:
+    With ``adaptive`` the clipping norm C changes until a fraction :math:`\gamma` (``quantile``) of updates is not
+    clipped:
 
     .. math:: C \leftarrow C \exp(-\eta_C (\tilde b - \gamma)), \qquad
         \tilde b = \frac{1}{2} + \frac{1}{q N} \left( \sum_i \left( [\lVert u_i \rVert \le C] - \frac{1}{2} \right) +
@@ -70,36 +71,36 @@ class CentralDP(UpdateStep):
         z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}
 
     :math:`\tilde b` is the fraction of unclipped updates plus noise. The bracket is 1 for an unclipped update, else 0.
-    :math:`\eta_C` is ``clip_rate``, and :math:`\sigma_b` the class attribute ``count_noise`` times :math:`q N`. Because
-    the fraction also reveals information, the sum has more noise, :math:`z_\Delta > z`.
+    The noise's standard deviation :math:`\sigma_b` is the class attribute ``count_noise`` times :math:`q N`. The
+    fraction also reveals information, so the sum has more noise.
 
-    Useful bounds need many clients: with all 12 of 12 clients in each of 50 rounds and :math:`z = 1`, epsilon is 44.4
-    at :math:`\delta = 0.01`. The rule must be ``fedavg``. Methods whose clients only send the model (``fedprox``,
-    ``fedper``, ``fedrep``, ``fedbn``) and update steps before this step, such as server optimizers, are supported.
+    A small epsilon requires many clients. The aggregation rule must be ``fedavg``. Methods whose clients only send the
+    model, such as ``fedprox`` and ``fedbn``, are supported. Earlier update steps may be server optimizers.
 
     Args:
-        clip: Clipping norm C over all shared parameters; with ``adaptive`` the initial norm.
-        delta: Probability :math:`\delta` that the privacy loss exceeds epsilon; should be less than one over the number
-            of clients.
-        noise_multiplier: Noise multiplier z: standard deviation of the noise divided by the clipping norm.
+        clip: Clipping norm C of an update over all shared parameters; with ``adaptive``, the initial norm.
+        delta: Probability :math:`\delta` that the privacy loss exceeds epsilon, less than one over the number of
+            clients.
+        noise_multiplier: Noise multiplier z: the noise's standard deviation divided by C, or by 2 C with ``"fixed"``
+            sampling.
         epsilon: Epsilon after all rounds, from which the noise is computed; alternative to ``noise_multiplier``.
-        adaptive: Whether the clipping norm follows a quantile of the update norms (Andrew et al. 2021).
-        max_epsilon: The fit stops before a round in which epsilon would exceed this value; if ``None``, ``epsilon``.
-        sampling: ``"poisson"`` draws each client independently, with a much smaller epsilon and a random cohort size.
-            ``"fixed"`` draws a fixed number of clients, and needs twice the noise (:class:`Budget`).
-        accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
-        quantile: With ``adaptive``: target fraction of unclipped updates.
-        clip_rate: With ``adaptive``: learning rate of the clipping norm.
+        adaptive: Whether to adapt the clipping norm (Andrew et al. 2021).
+        max_epsilon: The fit stops before epsilon exceeds this value. By default, ``epsilon``.
+        sampling: ``"poisson"`` draws each client independently, so the number of clients varies. ``"fixed"`` draws a
+            fixed number of clients, and needs twice the noise.
+        accountant: Method for computing epsilon: ``"rdp"`` is fast, ``"pld"`` is tighter and takes seconds.
+        quantile: With ``adaptive``: target fraction :math:`\gamma` of unclipped updates.
+        clip_rate: With ``adaptive``: learning rate :math:`\eta_C` of the clipping norm.
 
     Raises:
-        ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are
-            given, or if the method is not supported. In a fit, if clients would send values without noise.
+        ValueError: If an argument is outside its range, the method is not supported, or clients would send values
+            without noise. Also if both or neither of ``noise_multiplier`` and ``epsilon`` are given.
 
     Note:
-        Logs ``privacy/epsilon`` and ``privacy/delta`` for all rounds so far, ``privacy/noise_std`` (per coordinate of
-        the sum) and ``privacy/clip``. With ``adaptive``, also logs the noised ``privacy/clipped_share``. Anyone with a
-        checkpoint can remove the noise, because checkpoints contain the secret key. Noise is not protected against
-        attacks on the lowest bits of floating-point numbers (Mironov 2012).
+        Logs ``privacy/epsilon``, ``privacy/delta``, ``privacy/noise_std`` (per coordinate of the sum), and
+        ``privacy/clip``. With ``adaptive``, also logs ``privacy/clipped_share``. Anyone with a checkpoint can remove
+        the noise, because checkpoints contain the secret key. The noise is not protected against attacks on the lowest
+        bits of floating-point numbers (Mironov 2012).
 
     Example:
         >>> from lightning_fed import Federation
@@ -256,11 +257,10 @@ class CentralDP(UpdateStep):
         return PrivateSum(self)
 
     def release(self, total: State, short_count: float) -> State:
-        """Adds noise to ``total``, the sum of the clipped updates, and returns the new model's entries.
+        """Adds noise to the sum of the clipped updates, and returns the new model.
 
-        Without clients the result is the old model with noise. ``short_count`` is half the number of unclipped updates
-        minus half the number of clipped updates. With ``adaptive``, this number plus noise determines the next clipping
-        norm.
+        ``short_count`` is half the number of unclipped updates minus half the number of clipped updates. With
+        ``adaptive``, this number determines the next clipping norm.
         """
         if self.budget is None or self.key is None:
             raise RuntimeError(

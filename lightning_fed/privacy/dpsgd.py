@@ -75,9 +75,9 @@ class _Account:
         return _Account(self.num_samples, self.batch_size, steps, steps)
 
     def after(self, other: _Account) -> _Account:
-        """Returns this account plus the steps of ``other``, a later account.
+        """Returns this account plus the steps of a later account.
 
-        With different batch sizes or numbers of examples, epsilon of the result is an upper bound.
+        If batch sizes or numbers of examples differ, epsilon of the result is an upper bound.
         """
         return _Account(
             min(self.num_samples, other.num_samples),
@@ -90,53 +90,46 @@ class _Account:
 class DPSGD(RevertingCallback, FederatedCallback):
     r"""Differential privacy for every training example: DP-SGD on the clients, or with a plain Trainer.
 
-    Each step draws each of the client's :math:`n` examples independently with probability :math:`q = B / n`. The
-    examples' gradients :math:`g_i` are clipped, and noise is added to the sum:
+    Each step draws each of the client's :math:`n` examples independently with probability :math:`B / n`, where
+    :math:`B` is the loader's batch size. The examples' gradients :math:`g_i` are clipped to norm :math:`C`, and noise
+    is added to the sum:
 
     .. math:: \tilde g = \frac{1}{B} \left( \sum_i g_i \min\left(1, \frac{C}{\lVert g_i \rVert}\right) +
         \mathcal{N}(0, z^2 C^2 I) \right)
 
-    The module's optimizer uses :math:`\tilde g` as gradient; :math:`B` is the loader's batch size. In segmentation an
-    example is an image. Per-example gradients use Opacus' layer rules (``pip install 'lightning-fed[privacy]'``) in one
-    backward pass. The loss must be a mean over examples, which is checked on a client's first batch in each round.
+    The module's optimizer uses :math:`\tilde g` as gradient. In segmentation an example is an image. The loss must be a
+    mean over examples. Install the required packages with ``pip install 'lightning-fed[privacy]'``.
 
-    In a federation each example of a client is protected. The bound holds for all observers of the client's updates,
-    including the server. Each client has a separate privacy account. Clients may only send values derived from noised
-    steps, so other methods are refused. **The number of examples is not protected**, nor are values logged in
-    ``training_step``.
+    In a federation, epsilon bounds the information about each example in a client's updates, also for the server.
+    Clients may only send values derived from noised steps, so other methods are refused. **The number of examples is
+    not protected**, nor are values logged in ``training_step``.
 
-    On Flower, each client draws the noise, and stores a privacy account for all fits in the client's ``store``. A
-    repeated training counts again. A client whose epsilon has reached ``max_epsilon`` reports a failure. Epsilon
-    appears in the client's log.
+    On Flower, each client computes and logs epsilon over all fits. The numbers of steps are kept in the client's
+    ``store``. A client whose epsilon has reached ``max_epsilon`` reports a failure.
 
     Args:
-        max_grad_norm: Clipping norm C of an example gradient, over all trained parameters.
-        noise_multiplier: Noise multiplier z: the noise's standard deviation divided by the clipping norm; 0 for no
-            privacy.
+        max_grad_norm: Clipping norm C of an example's gradient over all trained parameters.
+        noise_multiplier: Noise multiplier z: the noise's standard deviation divided by C; 0 for no privacy.
         delta: Probability :math:`\delta` that the privacy loss exceeds epsilon, less than one over a client's number of
             examples.
-        max_epsilon: The fit stops before a round in which epsilon could exceed this value, or before such a step in a
-            fit without a federation. By default ``epsilon``. If a client's first training would exceed this value, the
-            client is excluded.
-        accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
-        key_for_tests: Known key, only for tests, without privacy; ``None`` draws a key with :mod:`secrets`.
-        epsilon: Epsilon after all epochs, instead of ``noise_multiplier``. Computes the smallest noise for clients that
-            join every round. Not supported on Flower, because only clients know numbers of examples: use
-            :func:`calibrate`.
+        max_epsilon: The fit stops before epsilon could exceed this value. By default, ``epsilon``. A client is excluded
+            if the first local training would exceed this value.
+        accountant: Method for computing epsilon: ``"rdp"`` is fast, ``"pld"`` is tighter and takes seconds.
+        key_for_tests: Noise key, only for tests; by default, a secret key is drawn.
+        epsilon: Epsilon after all epochs, from which the noise is computed; alternative to ``noise_multiplier``. Not
+            supported on Flower: use :func:`calibrate`.
 
     Raises:
         ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are
-            given. In a fit, if ``epsilon`` is given and the number of epochs is unlimited.
-        MisconfigurationException: In a fit, if a setting does not allow a privacy guarantee. Examples are BatchNorm,
-            manual optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled modules, methods that
-            send other values, and losses other than a mean over examples.
+            given. Also if ``epsilon`` is given for an unlimited number of epochs.
+        MisconfigurationException: In a fit, if a setting does not allow a privacy guarantee, for example BatchNorm,
+            manual optimization, or accumulated gradients.
         ModuleNotFoundError: In a fit, if ``opacus`` or ``dp-accounting`` is not installed.
 
     Note:
         Logs ``dp/epsilon``, the largest epsilon of all clients so far, and ``dp/delta``.
 
-        The state contains the secret ``key`` for noise and batches, so anyone with a checkpoint can remove the noise. A
-        resumed fit has the same noise and batches as an uninterrupted fit.
+        Anyone with a checkpoint can remove the noise, because checkpoints contain the secret key.
 
     Example:
         >>> trainer = L.Trainer(callbacks=[DPSGD(1.0, 1.1, delta=1e-5)], logger=False, enable_checkpointing=False)

@@ -36,10 +36,11 @@ _Rows: TypeAlias = slice | Tensor
 
 
 class Gradients(NamedTuple):
-    """Gradients of one parameter, separate for each example of a batch.
+    """Gradients of one parameter, separate for each example in a batch.
 
-    ``norms`` contains the gradient norms, shape ``(examples,)``. ``weigh(rows, factors)`` returns a weighted sum over
-    the examples ``rows``. ``samples`` are the gradients, shape ``(examples, ...)``, or ``None`` if not computed.
+    ``samples`` contains the gradients, shape ``(examples, ...)``, or ``None`` if not computed. ``norms`` contains the
+    norms, shape ``(examples,)``. ``weigh(rows, factors)`` returns a weighted sum over the examples with indices
+    ``rows``.
     """
 
     norms: Tensor
@@ -50,12 +51,11 @@ class Gradients(NamedTuple):
 class ExampleGradients:
     """Computes norms and weighted sums of per-example gradients in one backward pass.
 
-    ``values`` maps each parameter to :class:`Gradients` of the mean loss over n examples, with the factor 1/n.
+    ``values`` maps each parameter to :class:`Gradients`. The loss is the mean over n examples, so each gradient
+    contains the factor 1/n.
 
-    Hooks record each layer's inputs and output gradients. For linear layers, convolutions and embeddings, norms are
-    computed directly from these tensors, if cheaper. Other layers use Opacus' rule for the layer type, or
-    ``torch.func`` if Opacus has no rule. For layers with a rule, the backward pass skips parameter gradients. The
-    module is not changed.
+    Hooks record each layer's inputs and output gradients. Layers without a direct formula use Opacus' rules or
+    ``torch.func``. The module is not changed.
 
     References:
         Li et al., ICLR 2022, section 4 (https://arxiv.org/abs/2110.05679); Bu et al., ICML 2023, Algorithm 1
@@ -266,11 +266,10 @@ def clipped_sum(
 
 
 def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gradients: ExampleGradients) -> None:
-    """Raises an error if per-example gradients in a batch differ from the gradients of batches with one example.
+    """Raises an error if per-example gradients differ from the gradients of single examples.
 
     They differ if the loss is not a mean over examples, or if a layer is used in an unsupported way. The first two
-    examples are compared, without dropout. If ``training_step`` draws other random numbers, the check is skipped. A
-    failed comparison is repeated at most twice with randomly changed weights. Finally the module is restored.
+    examples are compared, without dropout. If ``training_step`` draws other random numbers, the check is skipped.
     """
     count = min(batch_length(batch), _TRIED)
     if count < 2:

@@ -37,7 +37,9 @@ class MaskedSum(Protocol):
 
 
 def encode(values: Sequence[float]) -> Tensor:
-    """Encodes numbers as 256-bit integers, each as eight int32 words, shape (count, 8). The resolution is 2^-100.
+    """Encodes numbers as 256-bit integers with resolution 2^-100.
+
+    Returns a tensor with shape (count, 8): eight int32 words for each number.
 
     Raises:
         ValueError: If a number is NaN, infinite, or above 2^130.

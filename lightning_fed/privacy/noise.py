@@ -15,11 +15,11 @@ _MOST_PAIRS = 2**14  # torch uses one thread for so few numbers: the last bits d
 class NormalStream:
     """Independent standard normal numbers from a cryptographic generator.
 
-    The Box-Muller transform converts random bits (AES-256 in counter mode) to normal numbers, up to 9.3. Box & Muller,
-    "A Note on the Generation of Random Normal Deviates", Annals of Mathematical Statistics 1958.
+    The generator is AES-256 in counter mode. The Box-Muller transform converts the random bits to normal numbers, with
+    absolute values up to 9.3 (Box & Muller, Annals of Mathematical Statistics 1958).
 
     Args:
-        keys: Non-negative integers below 2**256, together the secret key of the generator.
+        keys: Secret key: non-negative integers below 2**256.
         count: Expected total of numbers to draw, for the buffer size.
         dtype: ``torch.float32`` or ``torch.float64``.
 

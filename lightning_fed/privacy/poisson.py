@@ -21,10 +21,10 @@ _BATCH = 0
 
 
 class PoissonSampling:
-    """Draws Poisson-sampled batches, seeded by key, client, round and batch index.
+    """Draws Poisson-sampled batches with a secret key.
 
-    Each example is drawn independently, with probability batch size divided by number of examples, so the expected
-    batch size equals ``batch_size``.
+    Each example is drawn independently. The probability is the batch size divided by the number of examples, so batches
+    have the batch size on average.
 
     Args:
         key: Secret random key, a 128-bit integer.
@@ -33,17 +33,16 @@ class PoissonSampling:
         >>> sampling = PoissonSampling(key=7)
         >>> 0 < len(sampling.draw("a", 0, 0, num_samples=100, batch_size=10)) < 40
         True
-
     """
 
     def __init__(self, key: int) -> None:
         self.key = key
 
     def draw(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
-        """Draws the increasing indices of a batch's examples, shape (examples,). The batch may be empty.
+        """Draws the increasing indices of a batch's examples, shape (examples,).
 
-        If a client has at most ``batch_size`` examples, all are drawn. ``number`` is the batch index in the client's
-        training.
+        ``number`` is the batch index in the client's local training. The batch may be empty. If a client has at most
+        ``batch_size`` examples, all are drawn.
         """
         keys = [self.key, 0 if client is None else client_key(client), round, number, _BATCH]
         generator = np.random.default_rng(keys)
@@ -77,7 +76,7 @@ def examples_per_batch(population: Population, client: Client) -> int:
 
 
 def check_poisson_loader(loader: Any) -> tuple[DataLoader[Any], int]:
-    """Returns a loader and its batch size. Refuses loaders without a map-style data set.
+    """Checks a dataloader for Poisson sampling. Returns the loader and the batch size.
 
     Raises:
         OptionError: If the loader is not a ``DataLoader`` over a map-style data set, or has a custom sampler.

@@ -31,8 +31,8 @@ _LEAST_LEVELS = 2**10  # minimum resolution: levels between 0 and the longest up
 class Ring:
     r"""Encodes weighted client updates as fixed-point numbers: integers modulo :math:`2^{32}`.
 
-    A client's vector is :math:`a u` with weight :math:`a \le A` and update :math:`\lVert u \rVert \le C`, multiplied by
-    a scale and rounded stochastically without bias. For :math:`N` clients the scale :math:`s` satisfies
+    A client's update has at most norm :math:`C` and weight :math:`A`. The update is multiplied by the weight and a
+    scale :math:`s`, and rounded randomly without bias. For :math:`N` clients the scale satisfies
 
     .. math:: N (s A C + 1) \le 2^{31} - 1
 

@@ -40,26 +40,26 @@ _ROUNDING = 8  # random stream for rounding
 
 
 class SecureSum(UpdateStep):
-    r"""Secure aggregation: clients send integers modulo :math:`2^{32}`, and the server only uses the sum.
+    r"""Secure aggregation: the server only uses the sum of the clients' updates.
 
-    Each client clips the update, multiplies the update by the client's weight, rounds stochastically to fixed-point
-    numbers, and sends the result together with the weight. The server divides the sum by the total weight. On Flower
-    each pair of clients agrees on masks that cancel in the sum, so the server sees no single update. **A simulation in
-    one process has no masks.** Clipping and rounding equal those on Flower bit for bit.
+    Each client clips the update, multiplies by a weight, rounds randomly to integers modulo :math:`2^{32}`, and sends
+    the result with the weight. The server divides the sum by the total weight. On Flower each pair of clients agrees on
+    masks that cancel in the sum, so the server sees no single update. **A simulation in one process has no masks.**
+    Clipping and rounding equal those on Flower bit for bit.
 
     .. math:: w_{t+1} = w_t + \frac{\sum_i a_i u_i}{\sum_i a_i}
 
-    :math:`u_i` is a client's clipped update, and :math:`a_i` the weight. The aggregation rule must be ``fedavg``.
-    Supported additions are methods whose clients only send the model (``fedprox``, ``fedper``, ``fedrep``), server
-    optimizers, :class:`CentralDP`, and update steps for weights or norm limits. Integer entries do not change. The
-    server does not know client metrics, numbers of examples and update norms.
+    :math:`w_t` is the global model before the round, :math:`u_i` a client's clipped update, and :math:`a_i` the weight.
+    Weights must have an upper bound (:class:`~lightning_fed.steps.MaxSamples`).
+
+    The aggregation rule must be ``fedavg``. Methods whose clients only send the model (``fedprox``, ``fedper``,
+    ``fedrep``), server optimizers, :class:`CentralDP`, and update steps for weights or norm limits are also supported.
+    Integer tensors do not change. The server does not know client metrics, numbers of examples and update norms.
 
     Args:
-        clip: Maximum update norm over all shared floating-point entries; by default the norm of :class:`CentralDP`.
-        threshold: Minimum fraction of the round's clients in the sum, more than one half. If fewer clients send valid
-            updates, the round fails.
-
-    Weights must have an upper bound (:class:`~lightning_fed.steps.MaxSamples`).
+        clip: Maximum update norm over all shared floating-point tensors; by default the norm of :class:`CentralDP`.
+        threshold: Minimum fraction of the round's clients in the sum, more than one half. With fewer valid updates the
+            round fails.
 
     Raises:
         ValueError: If an argument is outside its range, the rule is not an average, or weights are unbounded. In a fit,
@@ -261,7 +261,7 @@ class RingSum(Held):
 class RingSettings(FederatedCallback):
     """Sets the resolution of a secure sum before the fit.
 
-    Also refuses callbacks and BatchNorm options with which clients would send values outside the sum.
+    Also refuses callbacks and BatchNorm options that send values outside the sum.
     """
 
     supports_vectorize = True

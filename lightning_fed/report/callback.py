@@ -37,15 +37,13 @@ _KEY = "lightning_fed_report"  # in a checkpoint
 
 
 class Report(L.Callback):
-    """Writes a report at the end of a fit, as a single HTML file.
+    """Writes an HTML report at the end of a fit. ``lightning-fed fit`` adds this callback.
 
     The report shows the logged values by round as curves and as a table. A second table shows scores and failures by
-    client. The report also states method, seed, versions, sent bytes and the command to resume. With the callback
-    :class:`~lightning_fed.callbacks.ClientSegmentations`, the report also contains IoU by class and pictures. A
-    missing value is shown as a dash. ``lightning-fed fit`` adds this callback.
+    client. :class:`~lightning_fed.callbacks.ClientSegmentations` adds IoU by class and pictures.
 
     After an exception the report shows the finished rounds. With ``CentralDP`` the report contains no values of single
-    clients. Checkpoints contain the logged values, so the report of a resumed fit starts with the first round.
+    clients.
 
     Args:
         path: Path of the file; by default ``report.html`` next to the Trainer's logs.

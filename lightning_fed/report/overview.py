@@ -11,9 +11,10 @@ from lightning_fed.report.terminal import read_cells, split_tables
 
 
 def write_overview(folder: Path, title: str, text: str) -> Path:
-    r"""Writes ``overview.html`` with a summary, the folder's pictures, and links to ``runs/<run>/report.html``.
+    r"""Writes the page ``overview.html`` on several runs. Returns the page's path.
 
-    ``text`` is the summary with Markdown tables. Returns the page's path. Pictures are embedded in the file.
+    The page contains ``text`` (a summary with Markdown tables), the folder's pictures, and links to
+    ``runs/<run>/report.html``.
 
     Example:
         >>> import tempfile

@@ -66,7 +66,7 @@ class FitResults:
 
     Args:
         title: Heading.
-        facts: Maps names, such as "method" and "seed", to texts.
+        facts: Texts by name, such as "method" and "seed".
         rounds: Logged values by round (from 0) and name.
         score: Name of the score in the table of clients; empty without scores.
         higher_is_better: Whether higher values are better, by score name.

@@ -15,7 +15,7 @@ _NARROWEST = 8  # characters of a wrapped column
 def draw_tables(text: str, width: int | None = None) -> str:
     r"""Replaces Markdown tables in a text by aligned columns. Other text is unchanged.
 
-    ``width`` is the number of characters in a line, by default the terminal's. Wide columns wrap.
+    ``width`` is the number of characters in a line, by default the terminal's width. Wide columns wrap.
 
     Example:
         >>> print(draw_tables("Clients:\n\n| a | n |\n|---|---|\n| long | 1 |\n| two words | 20 |", width=12))

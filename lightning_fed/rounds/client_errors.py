@@ -16,7 +16,7 @@ _LOST_DEVICE = ("device-side assert", "an illegal memory access", "CUDA error: u
 def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
     """Returns the reason to exclude a client after an error in a training step.
 
-    Returns ``None`` if the error must end the fit, because the process can no longer use the GPU.
+    Returns ``None`` if the process can no longer use the GPU, so the fit must end.
     """
     if any(text in str(error) for text in _LOST_DEVICE):
         return None

@@ -154,7 +154,7 @@ def ask(
 def measure_own_statistics(fit: FederatedFit, clients: Iterable[Client]) -> None:
     """Measures and stores BatchNorm statistics for the clients with data in this process.
 
-    Clients with statistics for the current weights are skipped. The module contains the global model before and after.
+    Clients with up-to-date statistics are skipped. The module contains the global model before and after.
     """
     module, ranks = fit.module, process_group_of(fit.trainer)
     if fit.remote is not None:

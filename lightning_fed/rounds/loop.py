@@ -479,8 +479,7 @@ class RoundLoop:
     def correct_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Changes the batch counts in a checkpoint, so that a resumed fit never starts inside a round.
 
-        A checkpoint saved within a round resumes at the round's first batch. Only a plain fit (one client) keeps the
-        counts.
+        A checkpoint saved within a round resumes at the round's first batch. A plain fit (one client) keeps the counts.
         """
         if self._correct is not None and not self.fit.is_plain:
             self._correct(checkpoint)

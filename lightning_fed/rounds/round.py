@@ -56,7 +56,7 @@ class Round:
         loader: Dataloader with the training batches of all clients in the round.
         cohort: The round's clients.
         local: Loads clients' models into the module, one after another.
-        state: The global model's shared entries at the round's start.
+        state: The global model's shared tensors at the round's start.
         optimizers: Optimizers and schedulers, reset before each client's training.
         driver: Trains the clients in Lightning's loop.
     """

@@ -15,9 +15,9 @@ _COUNTED_CLIENTS = 1000
 
 
 def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
-    """Returns the largest step number of a per-step scheduler in ``rounds`` rounds.
+    """Returns the largest step number of a per-step learning-rate scheduler in ``rounds`` rounds.
 
-    A round advances by the median number of steps over clients. ``window`` is ``accumulate_grad_batches``.
+    Each round advances by the clients' median number of training steps. ``window`` is ``accumulate_grad_batches``.
     """
     sizes: dict[Client, int] = {}
     steps = furthest = 0

@@ -33,7 +33,7 @@ class VisitDriver:
 
     Attributes:
         current: The client in training; ``None`` between clients, and while several clients train at once.
-        group: The clients in training: one, or several if clients train at once.
+        group: All clients in training: usually one.
         open_visit: Creates a :class:`ClientVisit`, which trains a client.
         may_end_early: Whether the round may end before the last batch.
     """

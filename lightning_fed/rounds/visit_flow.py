@@ -60,8 +60,8 @@ class ClientVisit:
         local: Loads the client's model.
         optimizers: The client's optimizers.
         memory: Tensors of callbacks and update steps, stored on the client if the server accepts the update.
-        main_batches: Number of batches for the received model; if ``None``, all. A callback may use the remaining
-            batches to train a second model, such as a personal model.
+        main_batches: Number of batches for the received model; if ``None``, all. The remaining batches train a second
+            model, such as a personal model.
         trains_second_model: Whether the module currently contains the second model.
         step: The current training step; ``None`` before the first and after the last batch.
     """
@@ -223,7 +223,7 @@ class ClientVisit:
 
 
 def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None:
-    """Continues a client's generator until the next training step. Returns ``None`` at the end.
+    """Continues a client's training until the next training step. Returns ``None`` at the end.
 
     ``reply``: whether the last training step returned a loss; ``None`` before the first step.
     """

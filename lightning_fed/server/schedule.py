@@ -38,7 +38,7 @@ class Visit:
         seed: Seed for all random draws in this training (data order, dropout, ...).
         epochs: Passes over the client's data, if ``steps`` is ``None``.
         steps: Number of batches, if given.
-        portion: Fraction of the epoch in (0, 1), if the client is a straggler and ``epochs`` is 1; otherwise ``None``.
+        portion: Fraction of one epoch for a straggler, in (0, 1). If ``None``, the other numbers apply.
         is_straggler: Whether the client does only part of its local work.
     """
 
@@ -76,7 +76,7 @@ class SecretSampling:
 
     Args:
         key: The secret key, a 128-bit integer.
-        is_poisson: Whether each client is drawn independently, with probability ``clients_per_round``; otherwise the
+        is_poisson: Whether each client is drawn independently, with probability ``clients_per_round``. Otherwise the
             number of clients is fixed.
     """
 
@@ -86,11 +86,11 @@ class SecretSampling:
 
 @dataclass(frozen=True)
 class Availability:
-    """Simulates stragglers, and clients that never report.
+    """Simulates stragglers (clients with less local work), and clients that never report.
 
     Args:
-        stragglers: Fraction of a round's clients in [0, 1) with partial work.
-        partial_work: ``"keep"`` aggregates the stragglers' partial work, ``"drop"`` excludes stragglers.
+        stragglers: Fraction of stragglers in a round, in [0, 1).
+        partial_work: ``"keep"`` aggregates the stragglers' updates, ``"drop"`` excludes stragglers.
         client_dropout: Probability in [0, 1) that a drawn client never reports.
 
     Example:
@@ -109,14 +109,16 @@ class Availability:
 
 
 class Schedule:
-    r"""Draws each round's clients, stragglers (clients with less work), dropouts and seeds.
+    r"""Draws each round's clients, stragglers (clients with less local work), dropouts and seeds.
 
     Clients are drawn uniformly without replacement. A fraction :math:`C` of :math:`K` clients means
     :math:`m = \max(\lceil C K \rceil, 1)` clients per round (McMahan et al. 2017). With the straggler fraction
     :math:`\delta`, a round has :math:`m - \mathrm{round}(m (1 - \delta))` stragglers (Li et al., "Federated
-    Optimization in Heterogeneous Networks", MLSys 2020, and the published code). A straggler's number of epochs is
-    drawn uniformly from 1 to ``local_epochs`` - 1. With ``local_steps``, the number of steps is drawn; with one epoch,
-    the number of batches. Each drawn client drops out (never reports) with probability ``client_dropout``.
+    Optimization in Heterogeneous Networks", MLSys 2020).
+
+    A straggler trains a random number of epochs, from 1 to ``local_epochs`` - 1. With ``local_steps`` or one epoch, a
+    straggler trains a random number of batches. Each drawn client drops out (never reports) with probability
+    ``client_dropout``.
 
     Args:
         seed: Seed for the draws, not negative.
@@ -186,9 +188,9 @@ class Schedule:
 
         Args:
             round: Index of the round, from 0.
-            clients: All clients, in a fixed order. Only the drawn items are read.
+            clients: All clients, in a fixed order.
             drawn: Index of an earlier round whose clients are drawn again; by default, new clients are drawn.
-            always: Clients in every cohort, drawn or not, and never stragglers or dropouts.
+            always: Clients in every round, never stragglers or dropouts.
         """
         chosen = self._draw(_COHORT, round if drawn is None else drawn, clients)
         straggling = self._stragglers(round, len(chosen))

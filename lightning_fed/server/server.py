@@ -41,13 +41,13 @@ class RoundReport:
     Args:
         round: Index of the round, from 0.
         received: Number of local examples by client, for valid updates.
-        counted: Each valid client's weight in the average, in examples, after update steps such as ``MaxSamples``.
+        counted: Each valid client's weight in the average, in examples.
         failed: Maps each excluded client to the reason.
         metrics: Values from :attr:`ClientUpdate.metrics`, by client.
         norms: Euclidean norm of local minus global model, over the trained tensors, by client.
         up_bytes: Bytes in received updates, valid or not.
         down_bytes: Bytes in broadcasts.
-        refused: Like ``failed``, but only for clients that sent an invalid update.
+        refused: Like ``failed``, but only for clients with an invalid update.
     """
 
     round: int
@@ -75,9 +75,8 @@ class RoundReport:
 class HeldEntries:
     """Records the untrained tensors already on each client, to avoid sending a tensor twice.
 
-    All clients have the initial values. A valid update shows that the client has received the round's values.
-    Only tensors that change after this round are sent again. ``values`` contains the untrained tensors in the current
-    or last round.
+    All clients have the initial values. A valid update shows that the client has received the round's values. A tensor
+    is sent again only after a change. ``values`` contains the untrained tensors in the current or last round.
 
     Example:
         >>> import torch
@@ -142,18 +141,17 @@ class ServerInterface(ABC):
     """Interface of the server in a round: the server itself, or a connection from a client's machine.
 
     For every client, the caller calls :meth:`prepare` and :meth:`sent` for the broadcast, and :meth:`count` and
-    :meth:`accept` for the update. Finally :meth:`finish_round` aggregates. Callbacks may change messages between these
-    calls.
+    :meth:`accept` for the update. Finally :meth:`finish_round` aggregates.
 
     Args:
-        chain: The aggregation rule with update steps. Only the server aggregates, not the copy on a client's machine.
+        chain: The aggregation rule with update steps.
         min_clients: Minimum number of valid updates for a new global model.
 
     Attributes:
         report: Report on the current or last round.
         state_before: The chain's state before the round.
         errors: Exceptions caused by updates in this process, by client.
-        held: Records the untrained tensors already on each client, which are not sent again.
+        held: Records the untrained tensors already on each client.
     """
 
     def __init__(self, chain: Chain, min_clients: int = 1) -> None:
@@ -195,8 +193,7 @@ class ServerInterface(ABC):
     def start_chain(self) -> None:  # noqa: B027 - optional
         """Resets the aggregation rule and the update steps.
 
-        Called at the start of a round. With several processes, called again before the updates of all processes are
-        merged.
+        Called at the start of a round. With several processes, called again before updates are merged.
         """
 
     def end_visits(self) -> None:  # noqa: B027 - optional
@@ -227,9 +224,8 @@ class _Expected(NamedTuple):
 class Server(ServerInterface):
     """Prepares broadcasts, counts bytes, checks updates and aggregates.
 
-    The server excludes a client if the update does not match the broadcast, has invalid values, is implausibly far from
-    the model, or causes an exception in the rule. The round continues. With fewer than ``min_clients`` valid updates,
-    or an implausible aggregate, the global model does not change.
+    The server excludes clients with invalid or implausible updates. With fewer than ``min_clients`` valid updates, or
+    an implausible aggregate, the global model does not change.
 
     Example:
         >>> import torch
@@ -268,7 +264,7 @@ class Server(ServerInterface):
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
         """Returns the broadcast for a client.
 
-        Raises an error for requested rows outside the model, or if the rule only supports whole tensors.
+        Raises an error if requested rows do not exist, or the aggregation rule only supports whole tensors.
         """
         request = Request(client) if request is None else request
         self.report.up_bytes += message_bytes(request)
@@ -325,8 +321,8 @@ class Server(ServerInterface):
     def finish_round(self) -> State | None:
         """Aggregates the updates of a round. Returns the new global tensors.
 
-        Returns ``None`` with too few valid updates or an implausible aggregate. If the rule computes no new model in
-        this round, as FedMA in some rounds, returns the unchanged global model.
+        Returns ``None`` with too few valid updates or an implausible aggregate. Returns the unchanged global model if
+        the aggregation rule computes no new model in this round.
         """
         self.end_visits()
         state = self._aggregate()

@@ -31,9 +31,7 @@ class Chain:
         steps: Update steps in the clients' order: the first step receives the trained model. The chain copies steps.
 
     Attributes:
-        rule: Aggregation rule.
-        steps: Update steps.
-        held: For each step, the updates stored in this round, or ``None`` for steps without storage.
+        held: Each step's stored updates in this round; ``None`` for steps without storage.
 
     Raises:
         ValueError: If steps are incompatible with each other or with the rule.
@@ -145,7 +143,7 @@ class Chain:
         """Decodes a client's update, and passes the result to the aggregation rule.
 
         If a step needs all updates of a round, the update is stored until :meth:`aggregate`. ``inspect`` is called with
-        the decoded update and the broadcast tensors. Raises ``BadUpdate`` for an invalid update.
+        the decoded update and the broadcast tensors ``sent``. Raises ``BadUpdate`` for an invalid update.
         """
         self._pass(update, sent, len(self.steps), inspect)
 
@@ -189,7 +187,7 @@ class Chain:
         }
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Returns values to log for the last round. ``norms`` contains the norm of each client's update."""
+        """Returns values to log for the last round. ``norms``: each update's norm, if the server may see updates."""
         metrics = self.rule.metrics()
         for step in self.steps:
             metrics |= step.metrics(norms if self.reveals == "update" else {})

@@ -42,11 +42,11 @@ class Held(ABC):
 
 
 class StepCapabilities:
-    """Optional capabilities of a step, declared by attributes and by methods that a step may override.
+    """Optional capabilities of a step. A step sets these attributes, and may override the methods.
 
     Attributes:
         reveals: Data visible to the server with this step: single updates (``"update"``), only the sum of updates
-            (``"sum"``), or only the new global model (``"model"``). The log omits values from invisible data.
+            (``"sum"``), or only the new global model (``"model"``). Other values are not logged.
         refuses: Names of attributes in :class:`~lightning_fed.rule.RuleCapabilities`, such as ``"has_clusters"``. The
             step does not support aggregation rules with one of these attributes.
     """
@@ -70,7 +70,7 @@ class StepCapabilities:
 class UpdateStep(StepCapabilities):
     """Changes updates or broadcasts of a round, for example by clipping. By default, no message is changed.
 
-    Update steps do not depend on Lightning. A step may store the arguments of :meth:`start` for the round.
+    A step may store the arguments of :meth:`start` for the round.
 
     Example:
         >>> class Half(UpdateStep):
@@ -89,15 +89,15 @@ class UpdateStep(StepCapabilities):
     def on_send(self, client: Client, broadcast: Broadcast) -> None:
         """Server side: may add extra tensors to the broadcast for a client.
 
-        The callbacks' ``on_server_send`` and earlier steps in ``steps`` run first. To omit a tensor already on the
-        client, the step adds the name to ``broadcast.unsent``.
+        Runs after the callbacks' ``on_server_send`` and earlier steps. To omit a tensor already on the client, the step
+        adds the name to ``broadcast.unsent``.
         """
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         """Client side, before sending: clips, encodes or masks the update.
 
         The step may change the update's tensors in place, except tensors that are also in ``sent``. ``memory`` is the
-        step's state for the client, changed in place and stored if the server accepts the update.
+        step's state for the client. Changes in ``memory`` are stored if the server accepts the update.
 
         Raises:
             ClientFault: If the client must be excluded.
@@ -107,7 +107,7 @@ class UpdateStep(StepCapabilities):
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         """Server side, on receipt: decodes, checks, clips or weights the update.
 
-        If a later step hides single updates from the server (a secure sum, for example), the client runs this method.
+        If a later step hides single updates from the server, as a secure sum does, the client runs this method.
 
         Raises:
             BadUpdate: If the update must be excluded.
@@ -122,7 +122,7 @@ class UpdateStep(StepCapabilities):
         return new
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Returns values to log after a round. ``norms`` contains the norm of each client's update."""
+        """Returns values to log after a round. ``norms``: each update's norm; empty if the server sees no updates."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -42,13 +42,13 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
 
     - ``"scores"``: the metric has one score per case. The numbers are :func:`paired_sums`.
     - ``"areas"``: the metric is the area under the ROC curve. The numbers are :func:`area_sums`.
-    - ``"replicates"``: other metrics. The numbers are the number of cases, then the input for
-      :func:`difference_of_replicates`.
+    - ``"replicates"``: other metrics, also computed on bootstrap samples (replicates). The numbers are the number of
+      cases, then the input for :func:`difference_of_replicates`.
 
     Args:
-        runs: The site's scores by model and seed, in the form of :attr:`SiteScores.scores`, for the same cases.
-        min_support: Smallest number of cases (or patients). With fewer cases, no numbers are returned. For an area
-            under the ROC curve, each class needs at least half as many cases.
+        runs: The site's scores by model and seed, as in :attr:`SiteScores.scores`, for the same cases.
+        min_support: Smallest number of cases (or patients). Smaller sites get no numbers. For an area under the ROC
+            curve, each class needs at least half as many cases.
 
     Example:
         >>> site = {"cases": ["a", "b"], "patients": None}

@@ -32,10 +32,11 @@ _VERDICTS = ("hurts", UNKNOWN, "helps", TOO_FEW)  # in the order of the table
 class Study:
     """Results of a study: the compared models, and sums over each site's test cases.
 
-    ``models`` lists the primary method, other federated methods, ``"central"`` if trained, and ``"local"``.
-    ``answers`` contains each site's sums over test cases (:func:`answer_site`), or is empty with a secure sum.
-    ``totals`` is only for a secure sum, and contains seven numbers for each method. These numbers are the number of
-    sites, the four :func:`effect_sums` added over sites, the method's mean score, and the mean score of ``"local"``.
+    ``models`` lists the primary method, other federated methods, ``"central"`` if trained, and ``"local"``. ``answers``
+    contains each site's sums over test cases (:func:`answer_site`), or is empty with a secure sum.
+
+    ``totals`` is only for a secure sum, and contains seven numbers for each method: the number of sites, the four
+    :func:`effect_sums` added over sites, the method's mean score, and the mean score of ``"local"``.
     """
 
     metric: str
@@ -54,7 +55,7 @@ class SiteGain:
     """Gain of ``method`` over ``baseline`` at a site, positive if the method is better.
 
     An empty ``site`` stands for all sites. ``count`` is the number of cases, or of sites. ``adjusted`` is the p-value
-    with Holm's correction, and ``detectable`` the smallest true gain that is found with probability 80 %.
+    with Holm's correction. ``detectable`` is the smallest true gain found with probability 80 %.
     """
 
     site: str

@@ -65,8 +65,7 @@ _ALL_STATES = StateRules(lists=("*",))
 class SiteScores(AskableCallback):
     """Scores every single example of each site (client) in ``trainer.test`` or ``trainer.validate``.
 
-    Each site's own model is evaluated on the site's data. Without a federation, all sites have the same model. The
-    scores are not sent.
+    Each site's model (without a federation, the module) is evaluated on the site's data. The scores are not sent.
 
     Args:
         metric: Name of a logged value: ``"val_acc"``, or ``"test_acc"`` for test data.
@@ -79,8 +78,8 @@ class SiteScores(AskableCallback):
             ``positives`` and ``negatives``. Other metrics have ``value`` and bootstrap ``replicates``.
 
     Raises:
-        MisconfigurationException: If the fit uses several processes, if a secure sum or central privacy hides the
-            client models, or if a site has no data or metric.
+        MisconfigurationException: If the fit uses several processes, the server sees no client models (as with a secure
+            sum), or a site has no data or metric.
 
     Example:
         >>> scores = SiteScores("test_acc")
@@ -198,8 +197,8 @@ def score_site(
 ) -> dict[str, Any]:
     """Scores each test example of a client with the module's current weights.
 
-    Returns one site's dictionary in :attr:`SiteScores.scores`. ``patient`` is the key of the patients' names in a
-    batch, if any. ``limit`` is the number (int) or fraction (float) of batches.
+    Returns one site's dictionary in :attr:`SiteScores.scores`. ``patient`` is the key for patient names in a batch, if
+    any. ``limit`` is the number (int) or fraction (float) of batches.
     """
     loaders = split_loaders(data)
     if len(loaders) > 1:

@@ -45,31 +45,28 @@ _NAME = re.compile(r"[\w.:=+\-]{1,100}")
 class SiteStudy(AskableCallback):
     """Compares models at sites on other machines. Each model is trained in a separate fit per seed.
 
-    Add this callback to the server and to every site. After each fit, every site scores the fit's model on each case
-    (example), and stores the scores in ``folder/sites``. The site sends only sums over cases, for each pair of models
-    and each seed. For ``"local"``, train with ``personal=["*"]``: each site trains and keeps a separate model.
+    Add this callback to server and sites. After each fit, every site scores the model on each case (example), and sends
+    only sums over cases. The scores stay in ``folder/sites``. For ``"local"``, train with ``personal=["*"]``: each site
+    trains and keeps a separate model.
 
-    After fits of ``"local"`` and another model, the server writes a report with each site's gain (see
-    :func:`write_study`). The gain is a model's score minus the score of ``"local"``. The primary comparison is between
-    ``"local"`` and the first other model. Every site also writes a table with the site's own gain,
-    ``sites/<client>.md``.
+    After fits of ``"local"`` and another model, the server writes a report (see :func:`write_study`). The report shows
+    each site's gain: a model's score minus the score of ``"local"``. The primary comparison is between ``"local"`` and
+    the first other model. Every site writes a table with the site's gain, ``sites/<client>.md``.
 
-    With a secure sum, at least five sites are necessary, and the server writes only the mean gain over sites. With
-    central privacy the sites send no sums, so only the sites have tables.
+    A secure sum needs at least five sites, and the report only shows the mean gain over sites. With central privacy,
+    only the sites have tables.
 
     Args:
-        model: Name of the model that this fit trains: ``"local"``, or a name such as ``"fedavg"``. Server and sites
-            need equal names.
+        model: Name of the trained model, equal on server and sites: ``"local"``, or a name such as ``"fedavg"``.
         metric: Name of a logged value: ``"test_acc"``, or ``"val_acc"`` for validation data.
-        folder: Folder for the study's files, the same folder in all fits.
+        folder: Folder for the study's files, the same in all fits.
         stage: ``"test"`` or ``"validation"``.
         patient: Key for patient names in a dictionary batch; ``None`` if all cases are independent.
         min_support: Smallest number of cases, set at the site; see :func:`answer_site`. A smaller site sends no sums.
 
     Raises:
-        MisconfigurationException: In ``fit``, with several processes or ``EarlyStopping`` on the server, with fewer
-            than five sites and a secure sum, or with a metric, a stage or a number of rounds that differs from earlier
-            fits.
+        MisconfigurationException: In ``fit``, with several processes, ``EarlyStopping`` on the server, or fewer than
+            five sites and a secure sum. Also if metric, stage or number of rounds differ from earlier fits.
 
     Example:
         >>> study = SiteStudy("fedavg", "test_acc", "runs/study")

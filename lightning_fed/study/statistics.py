@@ -67,8 +67,8 @@ class Estimate:
 class RandomEffects(Estimate):
     """Estimated mean difference over sites, from a random-effects model.
 
-    ``fixed`` is the fixed-effect mean, ``q`` Cochran's Q, and ``tau_squared`` the variance between sites. ``i_squared``
-    is the share of this variance in the total variance.
+    ``fixed`` is the fixed-effect mean, and ``q`` Cochran's Q, which measures differences between sites. ``tau_squared``
+    is the variance between sites, and ``i_squared`` the share of this variance in the total variance.
     """
 
     fixed: Floats
@@ -78,9 +78,10 @@ class RandomEffects(Estimate):
 
 
 def paired_sums(first: ArrayLike, second: ArrayLike, shift: float = SHIFT) -> Floats:
-    """Returns six sums over the scores :math:`a` and :math:`b` of two models, with shape ``(..., n)``.
+    """Returns six sums over the scores :math:`a` and :math:`b` of two models on the same n cases.
 
-    In order, these are n and the sums over :math:`a, b, a^2, b^2, a b`. ``shift`` is first subtracted from every score.
+    The six numbers are n and the sums over :math:`a, b, a^2, b^2, a b`. Both inputs have shape ``(..., n)``. ``shift``
+    is first subtracted from every score.
 
     Example:
         >>> paired_sums([0.5, 1.0], [0.5, 0.5]).tolist()
@@ -120,7 +121,8 @@ def mean_by_group(scores: ArrayLike, groups: Sequence[Hashable]) -> Floats:
 def placements(positives: ArrayLike, negatives: ArrayLike) -> tuple[Floats, Floats]:
     """Returns for each positive the share of smaller negatives, and for each negative the share of larger positives.
 
-    Equal scores count one half. Both means equal the area under the ROC curve (DeLong et al., Biometrics 1988).
+    Equal scores count one half. The mean of each result is the area under the ROC curve (DeLong et al., Biometrics
+    1988).
 
     Example:
         >>> above, below = placements([0.9, 0.4], [0.5, 0.4])
@@ -139,8 +141,8 @@ def area_sums(first: tuple[ArrayLike, ArrayLike], second: tuple[ArrayLike, Array
     """Returns ten numbers to compare the areas under the ROC curve of two models (DeLong et al. 1988).
 
     ``first`` and ``second`` are the models' :func:`placements`. The first four numbers are the counts of positive and
-    negative cases, and both areas. Then follow covariances of the placements over the positives: first with first,
-    first with second, second with second. The last three numbers are the same covariances over the negatives.
+    negative cases, and both areas. The next three are covariances of the placements over the positives: first with
+    first, first with second, second with second. The last three are the same covariances over the negatives.
 
     Example:
         >>> area_sums(placements([0.9, 0.4], [0.5, 0.4]), placements([0.9, 0.6], [0.5, 0.4])).tolist()
@@ -174,7 +176,7 @@ def draw_cases(seed: int, replicate: int, client: Client, count: int) -> NDArray
 def difference_of_replicates(sums: ArrayLike) -> Estimate:
     """Estimates the difference between two models' metric values, with the variance from bootstrap samples.
 
-    ``sums``: both models' values on all cases, then the six :func:`paired_sums` over the bootstrap samples' values.
+    ``sums`` contains both models' values on all cases, then :func:`paired_sums` over the values on bootstrap samples.
     """
     values = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     spread = difference_of_sums(np.moveaxis(values[2:], 0, -1))
@@ -184,8 +186,8 @@ def difference_of_replicates(sums: ArrayLike) -> Estimate:
 def random_effects(values: ArrayLike, variances: ArrayLike) -> RandomEffects:
     """Estimates the mean difference over sites by a random-effects model (DerSimonian and Laird 1986).
 
-    ``values`` and ``variances`` have shape ``(..., k)`` for k sites. The mean's variance is Hartung and
-    Knapp's (2001), but at least 1 / (sum of the weights) (Röver et al. 2015).
+    ``values`` and ``variances`` have shape ``(..., k)`` for k sites. The variance of the mean follows Hartung and Knapp
+    (2001), but is at least 1 / (sum of the weights) (Röver et al. 2015).
 
     Raises:
         ValueError: If there are fewer than two sites, or a variance is 0.
@@ -209,11 +211,11 @@ def random_effects(values: ArrayLike, variances: ArrayLike) -> RandomEffects:
 
 
 def effect_sums(values: ArrayLike, variances: ArrayLike, tau_squared: ArrayLike = 0.0) -> Floats:
-    """Returns four numbers for each site, which are then added over sites for a random-effects mean.
+    """Returns four numbers for each site. The sums over sites give a random-effects mean.
 
-    The numbers are :math:`w, w d, w d^2, w^2`, where :math:`d` is the difference between two models' scores at a site
-    (``values``). The weight is :math:`w = 1 / (v + t)`, with the sampling variance :math:`v` of the difference
-    (``variances``) and the variance :math:`t` between sites (``tau_squared``).
+    The numbers are :math:`w, w d, w d^2, w^2`. Here :math:`d` is the difference between two models' scores at a site
+    (``values``). The weight is :math:`w = 1 / (v + t)`, with the sampling variance :math:`v` (``variances``) and the
+    variance :math:`t` between sites (``tau_squared``).
 
     Example:
         >>> effect_sums(0.5, 0.25).tolist()

@@ -28,8 +28,8 @@ class Task(L.LightningModule, ABC):
     """Base class for LightningModules that train one network, ``self.model``, on a task such as classification.
 
     Logged values are ``train_loss`` and, for ``val`` and ``test``, the loss and every metric in `configure_metrics`
-    (``val_loss``, ``val_acc``, ...). If there are several validation loaders, each has separate metrics, with
-    Lightning's suffix (``val_acc/dataloader_idx_1``). The state dict contains only the network.
+    (``val_loss``, ``val_acc``, ...). Several validation loaders have separate metrics, with Lightning's suffix
+    (``val_acc/dataloader_idx_1``). The state dict contains only the network.
 
     Args:
         optimizer: Class name in `torch.optim`.
@@ -37,7 +37,7 @@ class Task(L.LightningModule, ABC):
         momentum: Momentum, for optimizers with momentum. None uses the optimizer's default.
         weight_decay: Weight decay. None uses the optimizer's default (0 for SGD, 0.01 for AdamW).
         optimizer_kwargs: Further arguments for the optimizer.
-        scheduler: Class name in `torch.optim.lr_scheduler`, stepped per epoch (per round in federated training). A
+        scheduler: Class name in `torch.optim.lr_scheduler`, stepped per epoch (per round in federated training).
             ``ReduceLROnPlateau`` monitors ``val_loss``. If None, the rate is constant.
         scheduler_kwargs: Arguments for the scheduler.
 

@@ -25,8 +25,6 @@ __all__ = ["CharLSTM", "CharLanguageTask"]
 class CharLSTM(nn.Module):
     """Embedding, LSTM and decoder for the next character.
 
-    Every LSTM layer is a separate module, so neuron matching can change each layer's width.
-
     Args:
         num_classes: Number of characters.
         embedding_dim: Length of a character's embedding.
@@ -59,6 +57,7 @@ class CharLSTM(nn.Module):
         self.every_step = every_step
         self.embedding = nn.Embedding(num_classes, embedding_dim)
         sizes = [embedding_dim, *[hidden_size] * num_layers]
+        # separate modules, so neuron matching can change the width of each layer
         self.lstm = nn.ModuleList(nn.LSTM(inner, outer, batch_first=True) for inner, outer in pairwise(sizes))
         self.dropout = nn.Dropout(dropout)
         self.decoder = nn.Linear(hidden_size, num_classes)
@@ -75,11 +74,12 @@ class CharLSTM(nn.Module):
 class CharLanguageTask(Task):
     """Predicts the next character with cross-entropy. Logs loss, accuracy and perplexity.
 
-    Batches are ``(x, y)`` or dicts with keys ``text`` and ``target``: codes with shape ``(N, T)``, and the next
-    characters' codes with shape ``(N,)``, or ``(N, T)`` with ``every_step``. Logged values are ``train_loss`` and, for
-    ``val`` and ``test``, the loss, ``val_acc`` (share of characters with the largest logit) and ``val_perplexity``, the
-    exponential of the mean cross-entropy over all characters. Prediction returns probabilities with the logits' shape:
-    ``(N, num_classes)``, or ``(N, num_classes, T)``.
+    Batches are ``(x, y)`` or dicts with keys ``text`` and ``target``. Texts are character codes with shape ``(N, T)``.
+    Targets are the next characters' codes with shape ``(N,)``, or ``(N, T)`` with ``every_step``. Prediction returns
+    probabilities with shape ``(N, num_classes)``, or ``(N, num_classes, T)`` with ``every_step``.
+
+    Logged values are ``train_loss`` and, for ``val`` and ``test``, the loss, ``val_acc`` and ``val_perplexity``.
+    Perplexity is exp(mean cross-entropy) over all characters.
 
     Args:
         model: ``"lstm"`` for a `CharLSTM`, or a module from codes to logits. A module is not a saved hyperparameter:
@@ -88,8 +88,8 @@ class CharLanguageTask(Task):
         embedding_dim: Length of a character's embedding.
         hidden_size: Neurons per LSTM layer.
         num_layers: Number of LSTM layers.
-        dropout: Dropout between LSTM layers.
-        every_step: Whether to predict the next character at every step instead of only at the last step (as in LEAF).
+        dropout: Dropout probability between LSTM layers.
+        every_step: Whether to predict the next character at every step instead of only at the last step.
         lr: Learning rate.
         **options: Optimizer and learning-rate scheduler, see `Task`.
 

@@ -34,8 +34,8 @@ class ClassificationTask(Task):
         pretrained: Whether to load `timm`'s published weights (a download).
         model_kwargs: Further arguments for the named network.
         norm: ``"group"`` replaces every BatchNorm by GroupNorm (see `to_group_norm`).
-        head: ``"sampled_softmax"`` replaces the last linear layer by a layer for very many classes, of which each
-            client trains a few (see `to_sampled_softmax` and `SampledSoftmax`).
+        head: ``"sampled_softmax"`` replaces the last linear layer, for very many classes (see `SampledSoftmax`). Each
+            client then trains only a few classes.
         head_kwargs: ``scale`` and ``normalize`` for ``head="sampled_softmax"``.
         class_weights: Class weights in the loss; not allowed with ``head="sampled_softmax"``.
         label_smoothing: Fraction of the target distributed over all classes, between 0 and 1.

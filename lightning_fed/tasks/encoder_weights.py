@@ -25,9 +25,8 @@ def is_weight_file(weights: str) -> bool:
 def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> None:
     """Loads an encoder's weights from a file.
 
-    The file contains safetensors, or a state dict or checkpoint from ``torch.save``. The weights may come from a timm
-    model, an smp encoder, or a whole network with such an encoder. Additional tensors, such as a classifier, are
-    skipped and logged.
+    The file contains safetensors, or a state dict or checkpoint from ``torch.save``. The weights may come from timm or
+    smp, or from a whole network with the encoder. Other tensors, such as a classifier, are skipped and logged.
     """
     path = Path(path)
     if not path.is_file():

@@ -33,12 +33,12 @@ def build_network(
     """Builds a classification network by name, from images to logits, shape ``(N, num_classes)``.
 
     Args:
-        name: Name in `NETWORKS` (``mlp``, ``mcmahan_cnn``, ``fedfusion_cnn``, ``lenet``, ``niid_cnn``, ``vgg9``),
-            or any name that `timm.create_model` accepts, such as ``resnet18.a1_in1k`` or ``hf-hub:...``.
+        name: Name in `NETWORKS` (``mlp``, ``mcmahan_cnn``, ``fedfusion_cnn``, ``lenet``, ``niid_cnn``, ``vgg9``), or
+            any `timm` model, such as ``resnet18.a1_in1k`` or ``hf-hub:...``.
         num_classes: Number of classes.
         in_channels: Number of image channels.
         input_size: Side of the square images, in pixels. `timm` models ignore this argument; some accept ``img_size``.
-        pretrained: Whether to load `timm`'s published weights (a download). The papers' networks have no weights.
+        pretrained: Whether to load `timm`'s published weights (a download).
         **kwargs: Arguments for the builder, or for the `timm` model.
 
     Raises:
@@ -73,9 +73,9 @@ def build_network(
 def mlp(
     num_classes: int = 10, in_channels: int = 1, input_size: int = 28, *, hidden: Sequence[int] = (64,)
 ) -> nn.Sequential:
-    """Fully connected network: flatten, a linear layer with ReLU per hidden width, and the output layer.
+    """Fully connected network with ReLU and one linear layer for each width in ``hidden``.
 
-    50,890 parameters by default (784-64-10). ``hidden=()`` gives softmax regression.
+    By default 50,890 parameters (784-64-10). ``hidden=()`` gives softmax regression.
     """
     layers = _dense(in_channels * input_size**2, hidden, num_classes)
     return _network(layers[:-1], layers[-1:])
@@ -93,7 +93,7 @@ def mcmahan_cnn(
     """McMahan et al.'s CNN: two 5x5 convolutions (32, 64), each with ReLU and 2x2 max-pooling, then 512 units.
 
     1,663,370 parameters for 28x28 grey images and 10 classes, the paper's number because of padding 2. Images need at
-    least 4 pixels per side. The paper has no dropout; FedFusion's version has dropout 0.2 after the hidden layer.
+    least 4 pixels per side. FedFusion's version has dropout 0.2 after the hidden layer.
     """
     side = _at_least_one(input_size // 2 // 2, input_size, 4)
     features = _convolutions(in_channels, channels, True)
@@ -114,7 +114,7 @@ def fedfusion_cnn(
 
     1,756,426 parameters for CIFAR-10. The authors' program for MNIST has ``channels=(32, 64)``, ``kernels=(5, 3)`` and
     ``hidden=(512,)``: 1,630,602 parameters for 28x28 grey images and 10 classes. The 3x3 max-pools have stride 2 and
-    padding 1. As in the authors' program, initial weights are Xavier-uniform, and initial biases are zero.
+    padding 1. Initial weights are Xavier-uniform, and initial biases are zero.
     """
     if min(kernels) < 1 or [kernel % 2 for kernel in kernels] != [1, 1]:
         raise ValueError(f"Expected `kernels` to be two odd positive sizes, but got {list(kernels)}.")
@@ -153,8 +153,8 @@ def niid_cnn(
 ) -> nn.Sequential:
     """NIID-Bench's CNN: 5x5 convolutions (6, 16) without padding, each with ReLU and 2x2 max-pooling.
 
-    62,006 parameters for 32x32 colour images (at least 16x16) and 10 classes. Linear layers with 120 and 84 units and
-    ReLU follow. With 32 and 64 channels and one layer with 512 units, the network equals PFLlib's CNN.
+    62,006 parameters for 32x32 colour images (at least 16x16) and 10 classes. Linear layers with 120 and 84 units
+    follow. PFLlib's CNN has 32 and 64 channels and one layer with 512 units.
     """
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, 16)
     return _network(_convolutions(in_channels, channels), _dense(channels[1] * side**2, hidden, num_classes))
@@ -171,8 +171,8 @@ def vgg9(
     """FedMA's VGG-9: 3x3 convolutions 32, 64, pool, 128, 128, pool, 256, 256, pool, then 512 and 512 units.
 
     3,491,530 parameters for 32x32 colour images (at least 8x8) and 10 classes, without normalisation layers. Dropout
-    applies to whole channels (0.05) after the second pool, and to units (0.1) before the first and the last linear
-    layer. ``width`` scales channels and units. ``init="kaiming"`` draws He et al.'s normal weights, with zero biases.
+    follows the second pool (0.05, whole channels) and precedes the first and the last linear layer (0.1). ``width``
+    scales channels and units. ``init="kaiming"`` draws He et al.'s normal weights, with zero biases.
     """
     check_option("init", init, ("default", "kaiming"))
     side = _at_least_one(input_size // 2 // 2 // 2, input_size, 8)

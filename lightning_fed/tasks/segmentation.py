@@ -24,36 +24,36 @@ __all__ = ["SegmentationTask"]
 class SegmentationTask(Task):
     r"""Segments images with an smp loss or a custom loss. Logs loss, mean IoU and pixel accuracy.
 
-    Batches are ``(x, y)`` or dicts with keys ``image`` and ``mask``: images with shape ``(N, C, H, W)`` and class
-    indices with shape ``(N, H, W)`` or ``(N, 1, H, W)``. With ``mode="binary"`` masks are 0 and 1; with
-    ``"multilabel"`` each class has a binary mask, shape ``(N, num_classes, H, W)``. Logged values, without ignored
-    pixels, are ``train_loss`` and ``val_loss``, ``val_miou``, ``val_mdice``, ``val_pixel_acc`` (and ``test_...``):
+    Batches are ``(x, y)`` or dicts with keys ``image`` and ``mask``. Images have shape ``(N, C, H, W)``. Masks are
+    class indices with shape ``(N, H, W)`` or ``(N, 1, H, W)``. With ``mode="binary"`` masks are 0 and 1. With
+    ``"multilabel"`` each class has a binary mask, shape ``(N, num_classes, H, W)``. Prediction returns masks with shape
+    ``(N, H, W)``, or ``(N, num_classes, H, W)`` with ``"multilabel"``.
 
-    - ``miou``: intersection over union over the pixels of the epoch, averaged over all classes in truth or prediction;
+    Logged values, without ignored pixels, are ``train_loss`` and ``val_loss``, ``val_miou``, ``val_mdice``,
+    ``val_pixel_acc`` (and ``test_...``):
+
+    - ``miou``: intersection over union in the epoch, averaged over all classes in truth or prediction, if any;
+    - ``mdice``: Dice, averaged like ``miou``;
     - ``pixel_acc``: fraction of correct pixels;
-    - ``mdice``: Dice, averaged like ``miou``. With ``per_class`` also ``iou/<class>`` and ``dice/<class>`` for all
-      classes in truth or prediction. Binary masks without a positive pixel in truth and prediction have no ``miou``.
-
-    Prediction returns class indices with shape ``(N, H, W)``, or values 0 and 1 with shape ``(N, H, W)`` in the mode
-    ``"binary"`` and ``(N, num_classes, H, W)`` in the mode ``"multilabel"``.
+    - ``iou/<class>`` and ``dice/<class>``: scores of each class, with ``per_class``.
 
     The Dice loss is smp's: the mean over classes c of :math:`1 - 2 \sum p_c t_c / \sum (p_c + t_c)`, with sums over the
-    batch's pixels, and 0 for a class without true pixels. A batch with only ignored pixels has loss 0 and no gradient.
+    batch's pixels, probabilities :math:`p_c`, and truth :math:`t_c` (0 or 1). A class without true pixels has loss 0.
 
     Args:
         model: Name of an smp architecture (``"Unet"``, ...), or a module from images to logits ``(N, num_classes, H,
             W)``. A module is not a saved hyperparameter: pass the module to ``load_from_checkpoint(path, model=...)``.
         num_classes: Number of classes, without the ignored class; 1 with ``mode="binary"``.
         encoder_name: Encoder of the architecture, from smp (``"resnet18"``) or timm (``"tu-mobilenetv3_small_100"``).
-        encoder_weights: Pretrained encoder weights: ``"imagenet"`` (a download), or a file path with smp's or timm's
-            names; if None, random weights. Pass None to ``load_from_checkpoint`` if the file is missing.
+        encoder_weights: Pretrained encoder weights: ``"imagenet"`` (a download), or the path of a file with smp's or
+            timm's tensor names; if None, random weights. Pass None to ``load_from_checkpoint`` if the file is missing.
         in_channels: Number of image channels.
         model_kwargs: Further arguments for the architecture (``encoder_depth``, ``decoder_channels``, ...).
         norm: ``"group"`` replaces every BatchNorm by GroupNorm (see `to_group_norm`).
         loss: ``"ce"`` (cross-entropy), ``"dice"``, ``"jaccard"``, ``"tversky"``, ``"lovasz"``, ``"focal"``, or a sum
-            such as ``"ce+dice"``. Options follow a name, as in ``"ce+tversky:alpha=0.3:beta=0.7"``. ``"fedseg"`` is for
-            clients that label only some classes (:func:`~lightning_fed.modules.absent_class_loss`). A function from
-            logits and target must handle ignored pixels itself, and is not a saved hyperparameter.
+            such as ``"ce+dice"``. Options follow a name: ``"tversky:alpha=0.3:beta=0.7"``. ``"fedseg"`` is for clients
+            that label only some classes (:func:`~lightning_fed.modules.absent_class_loss`). A function from logits and
+            target must handle ignored pixels, and is not a saved hyperparameter.
         ignore_index: Class index of pixels without a label; None without such pixels.
         class_weights: Class weights in the cross-entropy. A class with weight 0 is not learned.
         mode: ``"multiclass"`` (one class per pixel), ``"binary"`` (one logit), ``"multilabel"`` (independent logits).

@@ -21,11 +21,13 @@ LOSS_NAMES = ("ce", *_REGION, *_PIXEL, "fedseg")
 class NamedLoss(nn.Module):
     """Sum of named losses, excluding pixels labelled ``ignore_index``.
 
-    ``"ce"`` is the cross-entropy, after a sigmoid in the modes ``"binary"`` and ``"multilabel"``; ``"dice"``,
+    ``"ce"`` is the cross-entropy, after a sigmoid in the modes ``"binary"`` and ``"multilabel"``. ``"dice"``,
     ``"jaccard"``, ``"tversky"``, ``"lovasz"`` and ``"focal"`` come from smp
-    (https://smp.readthedocs.io/en/latest/losses.html). Options follow a name, as in ``"tversky:alpha=0.3:beta=0.7"``.
-    The sign ``+`` adds losses. A batch with only ignored pixels has loss 0 and no gradient. ``"fedseg"`` is
-    :func:`~lightning_fed.modules.absent_class_loss` in training, and the cross-entropy in evaluation.
+    (https://smp.readthedocs.io/en/latest/losses.html). ``"fedseg"`` is :func:`~lightning_fed.modules.absent_class_loss`
+    in training, and the cross-entropy in evaluation.
+
+    Options follow a name, as in ``"tversky:alpha=0.3:beta=0.7"``. The sign ``+`` adds losses. A batch with only
+    ignored pixels has loss 0.
 
     Example:
         >>> loss = NamedLoss("ce+tversky:alpha=0.3:beta=0.7")

@@ -733,8 +733,8 @@ class LooksIn(FederatedCallback):
         ({"method": "moon"}, "may send values computed from a client's examples"),
         ({"method": "ditto"}, "may send values computed from a client's examples"),
         ({"method": "fedala"}, "may send values computed from a client's examples"),
-        ({"callbacks": [ClassPrototypes()]}, "`ClassPrototypes.on_client_start` may use"),
-        ({"callbacks": [LooksIn()]}, "`LooksIn.on_client_receive` may use"),
+        ({"callbacks": [ClassPrototypes()]}, "`ClassPrototypes.on_client_start` may send"),
+        ({"callbacks": [LooksIn()]}, "`LooksIn.on_client_receive` may send"),
     ],
 )
 def test_fits_that_are_refused(options, words, federated_trainer):

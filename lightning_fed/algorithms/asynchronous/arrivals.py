@@ -28,15 +28,15 @@ _CLIENT, _VISIT, _START = range(100, 103)
 class Durations:
     r"""Simulated durations of the clients' local training.
 
-    Training with :math:`n` batches takes :math:`e + n b \exp(\sigma z_k + \tau z_{k,v})` seconds. The standard normal
-    number :math:`z_k` is drawn once per client :math:`k`, and :math:`z_{k,v}` once per client and model version
-    :math:`v`. Equal seeds give equal durations. To use measured durations, override :meth:`seconds` in a subclass.
+    Training with :math:`n` batches takes :math:`e + n b \exp(\sigma z_k + \tau z_{k,v})` seconds. Here :math:`z_k` and
+    :math:`z_{k,v}` are standard normal random numbers: :math:`z_k` for each client :math:`k`, and :math:`z_{k,v}` for
+    each client and global model :math:`v`. To use measured durations, override :meth:`seconds`.
 
     Args:
         batch: Median seconds per batch, :math:`b`.
-        spread: Standard deviation :math:`\sigma` of log durations over clients; 0 if all clients are equally fast.
+        spread: Standard deviation :math:`\sigma` of log durations between clients; 0 for equally fast clients.
         jitter: Standard deviation :math:`\tau` of one client's log durations.
-        exchange: Seconds for messages per training, :math:`e`.
+        exchange: Seconds for sending messages, :math:`e`.
 
     Raises:
         ValueError: If an argument is negative or not finite.
@@ -76,7 +76,7 @@ class Arrival(NamedTuple):
 class Order(ABC):
     """Base class for the order in which client updates reach the server.
 
-    ``flying`` maps each client that trains on another machine to the version of the received global model.
+    ``flying`` maps each client in training to the number of the global model from which the client started.
     """
 
     flying: Mapping[Client, int] = {}
@@ -171,9 +171,9 @@ class VirtualOrder(Order):
 
 
 class RecordedOrder(Order):
-    """Arrival order from a file.
+    """Reads the order of client updates from a file.
 
-    Each line is a JSON list: round, client, version of the client's initial model, and the update's hash.
+    Each line is a JSON list: round, client, number of the client's initial global model, and the update's hash.
     """
 
     def __init__(self, path: str) -> None:
@@ -217,9 +217,9 @@ class NetworkOrder(Order):
     def start(
         self, schedule: Schedule, clients: Sequence[Client], busy: Collection[Client], version: int
     ) -> list[Client]:
-        """Draws idle clients until ``clients_per_round`` clients train, and returns the new clients.
+        """Selects idle clients until ``clients_per_round`` clients train, and returns the selected clients.
 
-        Clients in ``busy`` are not drawn. The new clients start from model ``version``.
+        Clients in ``busy`` are not selected. The selected clients start from global model ``version``.
         """
         free = schedule.cohort_size(len(clients)) - len(self.flying)
         drawn = _draw(clients, {*busy, *self.flying}, free, schedule.seed, self._started)

@@ -24,7 +24,7 @@ class AsynchronousRounds(FederatedCallback):
     If the fit replays a recorded order, the callback compares both orders.
 
     Args:
-        rule: The federation's asynchronous rule.
+        rule: The asynchronous aggregation rule, such as FedBuff.
     """
 
     supports_vectorize = True

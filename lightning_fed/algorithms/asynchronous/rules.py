@@ -36,24 +36,22 @@ Staleness: TypeAlias = float | Sequence[float]
 
 
 class AsynchronousRule(AveragingAggregator):
-    r"""Base class of asynchronous rules: each round ends after ``buffer`` updates.
+    r"""Base class of asynchronous aggregation rules.
 
-    At any time ``clients_per_round`` clients train, by default all clients. When an update arrives, another client
-    starts from the newest model. The sender can start again after the round.
+    A round ends after ``buffer`` updates. At any time ``clients_per_round`` clients train, by default all clients. When
+    an update arrives, another client starts from the newest global model. The sender can start again after the round.
 
-    Every round increases the model's version by one, even if the round fails. If a client starts from version
-    :math:`r`, and the update arrives in round :math:`v`, the update's staleness is :math:`\tau = v - r`.
-
-    A simulation computes this training in round :math:`v`, from the stored model :math:`r`, with round v's learning
-    rate. BatchNorm measurements take no simulated time.
+    An update's staleness is :math:`\tau = v - r`, if the client started in round :math:`r` and the update arrives
+    in round :math:`v`. An update has the weight :math:`s(\tau)`. A failed round also counts. In a simulation, clients
+    train from their start model with the learning rate of round :math:`v`.
 
     Args:
         buffer: Number of updates per round.
-        staleness: Exponent :math:`a` of the weight :math:`s(\tau) = (1 + \tau)^{-a}`, 0 for constant weights. A pair
-            :math:`(a, b)` sets hinge weights: 1 for :math:`\tau \le b`, otherwise :math:`1 / (a (\tau - b) + 1)`.
+        staleness: Exponent :math:`a` of the weight :math:`s(\tau) = (1 + \tau)^{-a}`; 0 for equal weights. With a pair
+            :math:`(a, b)` the weight is 1 for :math:`\tau \le b`, otherwise :math:`1 / (a (\tau - b) + 1)`.
         durations: Simulated durations, from sending the model to receiving the update.
-        record: Path of a new file for the arrival order.
-        replay: Path of a file written with ``record``. Updates arrive in this order instead of the simulated order.
+        record: Path to a new file for recording the arrival order.
+        replay: Path to a file written with ``record``. Updates arrive in this order instead of the simulated order.
     """
 
     has_versions = True
@@ -183,24 +181,24 @@ class FedBuff(AsynchronousRule):
     .. math:: x_{v+1} = x_v + \frac{1}{K} \sum_{j=1}^{K} s(\tau_j) (y_j - x_{v - \tau_j}), \qquad
         s(\tau) = (1 + \tau)^{-1/2}
 
-    Here :math:`y_j` is a client's trained model, and :math:`\tau_j` counts the new global models since the client's
-    start. Entries without training, such as running statistics, move towards the client's values, as in
+    Here :math:`x_v` is the global model, and :math:`y_j` a client's trained model. The staleness :math:`\tau_j` is the
+    number of new global models since the client's start. Running statistics move towards the client's values, as in
     :class:`FedAsync`. If the buffer size equals the number of clients, a round equals a synchronous round bit for bit.
     For a server step size other than 1 use ``Method("fedbuff", steps=[ServerOptimizer("SGD", lr=0.5)])``. See
     :class:`AsynchronousRule`.
 
     - Sends: 1 model down, 1 up.
-    - Keeps: on the server 1 model for each version from which a client still trains.
+    - Keeps: on the server each global model from which a client still trains.
     - Costs: no additional computation.
     - For: clients with different speeds.
 
     Args:
         buffer: Number of updates per round, :math:`K`.
-        staleness: Exponent of the weight :math:`s`, or a pair for the hinge weight.
-        weighting: Client weights: equal (``"uniform"``, as in the paper) or by number of examples (``"examples"``).
+        staleness: Exponent of the weight :math:`s`, or a pair, see :class:`AsynchronousRule`.
+        weighting: ``"uniform"`` for equal client weights, as in the paper, or ``"examples"`` for numbers of examples.
         durations: Simulated durations of local training.
-        record: New file for the arrival order.
-        replay: File with a recorded order.
+        record: Path to a new file for recording the arrival order.
+        replay: Path to a file with a recorded order.
 
     Example:
         >>> from lightning_fed import Federation
@@ -233,22 +231,22 @@ class FedAsync(AsynchronousRule):
 
     .. math:: x_{v+1} = (1 - \alpha_\tau) x_v + \alpha_\tau y, \qquad \alpha_\tau = \alpha s(\tau)
 
-    Each arrival of a client model :math:`y` is a round; set the Trainer's ``check_val_every_n_epoch`` to validate less
-    often. The staleness :math:`\tau` counts the new global models since the client's start. With ``alpha=1``, constant
-    weights and ``clients_per_round=1``, clients train one after another on one model. The paper's proximal term is
-    :class:`~lightning_fed.callbacks.ProximalTerm`. See :class:`AsynchronousRule`.
+    Here :math:`x_v` is the global model, and :math:`y` a client's trained model. The staleness :math:`\tau` is the
+    number of new global models since the client's start, and :math:`s(\tau) = (1 + \tau)^{-a}` with ``staleness``
+    :math:`a`. Each client model is a round; set the Trainer's ``check_val_every_n_epoch`` to validate less often. The
+    paper's proximal term is :class:`~lightning_fed.callbacks.ProximalTerm`. See :class:`AsynchronousRule`.
 
     - Sends: 1 model down, 1 up.
-    - Keeps: on the server 1 model for each version from which an unfinished training started.
+    - Keeps: on the server each global model from which a client still trains.
     - Costs: no additional computation.
     - For: comparisons with the paper. FedBuff is better if many clients train at a time.
 
     Args:
-        alpha: Weight :math:`\alpha` of a client's model without staleness, in (0, 1].
-        staleness: Exponent of the weight :math:`s`, or a pair for the hinge weight.
-        durations: Simulated durations of the clients' training.
-        record: New file for the order in which updates arrive.
-        replay: File with a recorded order.
+        alpha: Weight :math:`\alpha` of a client model without staleness, in (0, 1].
+        staleness: Exponent of the weight :math:`s`, or a pair, see :class:`AsynchronousRule`.
+        durations: Simulated durations of local training.
+        record: Path to a new file for recording the arrival order.
+        replay: Path to a file with a recorded order.
 
     Example:
         >>> import torch

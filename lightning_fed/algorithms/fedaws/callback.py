@@ -30,32 +30,27 @@ class SpreadOut(FederatedCallback):
 
     .. math:: W \leftarrow \tilde W - \lambda \eta \nabla_W \, \mathrm{reg}(\tilde W)
 
-    Here :math:`\tilde W` is the last layer's weight after averaging. In FedAwS, clients only have positive labels, so
-    local losses do not separate a client's classes from other classes. All averaging rules are supported. Server
-    momentum ignores this step. Reference: Yu et al., ICML 2020, Algorithm 1, equations 7 and 8.
+    Here :math:`\tilde W` is the last layer's weight after averaging, and :math:`\mathrm{reg}` is the regulariser chosen
+    with ``variant``. In FedAwS, clients only have positive labels, so local losses do not separate classes of different
+    clients. Reference: Yu et al., ICML 2020, Algorithm 1, equations 7 and 8.
 
-    The authors use unit vectors. This implementation keeps each class vector's length, because longer vectors train
-    more slowly.
-
-    The variant ``"top_k"`` separates each class of the round from the nearest classes
-    (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`). A round's classes are the classes received by at least
-    one client. The variant ``"margin"`` separates all pairs of classes
+    The variant ``"top_k"`` separates each class received by a client in this round from the nearest classes
+    (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`). The variant ``"margin"`` separates all pairs of classes
     (:func:`~lightning_fed.algorithms.fedaws.spreadout_margin`).
 
     Args:
         variant: ``"top_k"`` or ``"margin"``.
         k: Number of nearest classes for ``"top_k"``; the authors use 10, and 100 for very many classes.
-        strength: Strength :math:`\lambda`. The authors report 10 to 100 as good values. Tune this value: a step rotates
-            vectors by an angle proportional to ``strength * lr * k``, divided by the squared vector length. For
-            untrained vectors of length 0.57, strength 10 undid the training, and 0.1 was best.
+        strength: Strength :math:`\lambda`. Tune this value: good values depend on the lengths of class vectors. The
+            authors report 10 to 100 for unit vectors. For untrained vectors with length 0.57, 0.1 was best.
         margin: Cosine distance :math:`\nu` below which ``"margin"`` separates two class vectors.
-        lr: Learning rate :math:`\eta`; if ``None``, the layer's learning rate in this round's local training.
-        comparison: Number of classes to draw per round for the nearest-class search with ``"top_k"``; if ``None``, all.
+        lr: Learning rate :math:`\eta`; by default the last layer's learning rate in this round's local training.
+        comparison: Number of classes drawn per round as candidates for nearest classes; by default all classes.
         normalize: Whether to preserve the lengths of class vectors.
         entry: Name of the weight with one row per class; ``"auto"`` finds the classifier with a trial training step.
 
     Raises:
-        ValueError: If an option is invalid; in ``fit``, if the entry does not exist or is not shared.
+        ValueError: If an option is invalid; in ``fit``, if the weight does not exist or is not sent to the server.
         MisconfigurationException: In ``fit``, if ``"auto"`` finds no classifier.
 
     Example:

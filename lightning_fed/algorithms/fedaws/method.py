@@ -19,34 +19,32 @@ from lightning_fed.numerics.row_sums import RowWeighting
 class FedAwS(Method):
     """Trains clients with only positive labels, and separates class vectors on the server.
 
-    Class vectors are rows of the last layer. A client's loss is a softmax over the client's classes
-    (:class:`~lightning_fed.callbacks.SampledSoftmax` with ``objective="posonly"``). The server takes a gradient step
-    with :class:`~lightning_fed.callbacks.SpreadOut` after every round. Reference: Yu et al., "Federated Learning with
-    Only Positive Labels", ICML 2020. In the paper each client has one class and another loss; the softmax over positive
-    classes follows the FedSS paper.
+    Class vectors are the last layer's rows. A client's loss is the cross-entropy over the client's classes
+    (:class:`~lightning_fed.callbacks.SampledSoftmax` with ``objective="posonly"``). After every round, the server takes
+    a gradient step with :class:`~lightning_fed.callbacks.SpreadOut`. In the paper each client has one class, and
+    another loss. Reference: Yu et al., "Federated Learning with Only Positive Labels", ICML 2020.
 
     - Sends: the model both ways, with class vectors only for the client's classes.
     - Keeps: on the server the momentum, one float64 number per model parameter.
-    - Costs: a server step over all pairs of class vectors.
+    - Costs: a server step over pairs of class vectors.
     - For: very many classes, such as people or places, with few classes per client.
 
     Args:
         strength: Weight of the regulariser, see :class:`~lightning_fed.callbacks.SpreadOut`.
         variant: ``"top_k"`` separates nearest classes, ``"margin"`` all classes closer than ``margin``.
-        k: With ``"top_k"``: number of nearest classes from which each class is separated.
-        margin: With ``"margin"``: two classes with a smaller cosine distance are separated.
-        server_momentum: Server momentum. The authors use 0, and the FedSS paper uses 0.9 for all compared methods.
-        server_lr: Learning rate of the server's averaging step.
+        k: Number of nearest classes for ``"top_k"``.
+        margin: Cosine distance below which ``"margin"`` separates two classes.
+        server_momentum: Server momentum; the authors use 0.
+        server_lr: Learning rate for averaging on the server.
         lazy_rows: Whether rows without training in a round stay unchanged, also with momentum.
-        row_weighting: Divisor for a row's summed change, see :class:`FedAvg`.
-        lr: Learning rate of the spread-out step; if ``None``, the last layer's rate in local training.
-        comparison: Number of randomly drawn classes among which the nearest classes are searched; if ``None``, all
-            classes.
+        row_weighting: Weights for averaging rows, see :class:`FedAvg`.
+        lr: Learning rate for the server's gradient step; by default the last layer's rate in local training.
+        comparison: Number of classes drawn per round as candidates for nearest classes; by default all classes.
         normalize: Whether to preserve the lengths of class vectors.
         head: Name of the :class:`~lightning_fed.modules.SampledSoftmaxHead`; ``"auto"`` for a model with one such
             layer.
         target: Position of the labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
-        classes: The clients' positive classes; ``None`` reads the classes from the data.
+        classes: Each client's classes; by default read from the data.
 
     Example:
         >>> FedAwS(strength=1.0).callbacks[1].strength

@@ -14,17 +14,17 @@ from lightning_fed.numerics.precision import at_least_float32
 
 
 def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
-    r"""Computes the squared margin violations, summed over all pairs of class vectors.
+    r"""Penalises pairs of class vectors with a cosine distance below a margin.
 
     .. math:: \sum_{c} \sum_{c' \ne c} \max \left( 0,\, \nu - d(w_c, w_{c'}) \right)^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}
 
-    Memory use is proportional to the weight's size, and run time to the squared number of classes. A zero vector has
-    distance 1 to all others. Reference: Yu et al., ICML 2020, equation 7.
+    Here :math:`w_c` is the vector for class :math:`c`, and :math:`d` the cosine distance. Reference: Yu et al., ICML
+    2020, equation 7.
 
     Args:
-        weight: One vector per class, shape ``(n, d)``, with any length. Gradients pass through the normalisation.
-        margin: :math:`\nu`, greater than 0.
+        weight: One vector per class, shape ``(classes, features)``.
+        margin: Margin :math:`\nu`, greater than 0.
 
     Raises:
         ValueError: If ``weight`` is not a matrix, or ``margin`` is not positive.
@@ -44,20 +44,19 @@ def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
 
 
 def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor | None = None) -> Tensor:
-    r"""Computes the negative sum of squared distances between nearest class vectors.
+    r"""Computes the negative sum of squared cosine distances between nearest class vectors.
 
     .. math:: \sum_{c \in C} \sum_{c' \in N_k(c)} - d(w_c, w_{c'})^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}
 
-    Here :math:`N_k(c)` contains the *k* classes nearest to *c* among the candidates. The gradient treats the set of
-    neighbours as constant, and moves both vectors of each pair. A zero vector has distance 1 to all others. Reference:
-    Yu et al., ICML 2020, equation 8.
+    Here :math:`w_c` is the vector for class :math:`c`, and :math:`N_k(c)` contains the :math:`k` classes nearest to
+    :math:`c`. The gradient moves both vectors in each pair. Reference: Yu et al., ICML 2020, equation 8.
 
     Args:
-        weight: One vector per class, shape ``(n, d)``, with any length. Gradients pass through the normalisation.
-        classes: Classes :math:`C` to separate, int64, shape ``(classes,)``.
-        k: Number of neighbours, at least 1; limited by the number of candidates.
-        comparison: Candidate classes, int64, shape ``(m,)``, without duplicates; if ``None``, all.
+        weight: One vector per class, shape ``(classes, features)``.
+        classes: Classes :math:`C` to separate, int64, shape ``(num_selected,)``.
+        k: Number of nearest classes, at least 1.
+        comparison: Candidates for nearest classes, int64, shape ``(m,)``, without duplicates; by default all classes.
 
     Raises:
         ValueError: If ``weight`` is not a matrix, or ``k`` is not a positive integer.

@@ -10,21 +10,22 @@ from lightning_fed.rule import AveragingAggregator
 class FedDANE(AveragingAggregator):
     r"""Averages client models trained with corrected gradients.
 
-    Each round draws two samples of clients. The clients in the first sample send full gradients at :math:`w_t`; their
-    weighted mean is :math:`g_t`. The second sample is the round's cohort, and minimises
+    Each round selects two groups of clients. Clients in the first group send the gradients of the global model
+    :math:`w_t` on all local data. The mean of these gradients is :math:`g_t`. Clients in the second group train, and
+    minimise
 
     .. math:: F_k(w) + \langle g_t - \nabla F_k(w_t), w - w_t \rangle + \frac{\mu}{2} \lVert w - w_t \rVert^2
 
-    The method adds a callback for each term: :class:`~lightning_fed.callbacks.GradientCorrection` and
-    :class:`~lightning_fed.callbacks.ProximalTerm`. Reference: Li et al., Asilomar 2019, "FedDANE".
+    with the local loss :math:`F_k`. Two callbacks add the terms: :class:`~lightning_fed.callbacks.GradientCorrection`
+    and :class:`~lightning_fed.callbacks.ProximalTerm`. Reference: Li et al., Asilomar 2019, "FedDANE".
 
-    - Sends: per cohort client 3 models down and 2 up, and per client in the gradient sample 1 model down and 1 up.
+    - Sends: 1 model down and 1 up for each client in the first group, 2 models down and 1 up in the second group.
     - Keeps: nothing.
-    - Costs: 2 passes over a client's data per round, with gradients, if all clients are in both samples.
+    - Costs: 2 additional passes over a client's data per round, with gradients, if all clients are in both groups.
     - For: comparisons with the paper, and convex problems.
 
     Args:
-        mu: Strength for the proximal term, at least 0.
+        mu: Strength :math:`\mu` for the proximal term, at least 0.
 
     Raises:
         ValueError: If ``mu`` is negative or not finite.

@@ -40,18 +40,15 @@ _PREFIX = "gradient:"
 class GradientCorrection(GradientTerm):
     r"""Adds :math:`g_t - \nabla F_k(w_t)` to the gradients in every optimizer step.
 
-    At the start of a round, a second sample of clients
-    (:meth:`Schedule.second_draw <lightning_fed.server.schedule.Schedule.second_draw>`) computes the global model's
-    gradients on all local data. The mean of these gradients, weighted by examples, is :math:`g_t`. The server sends
-    :math:`g_t` to the round's cohort. Each cohort client computes the local gradient :math:`\nabla F_k(w_t)` before
-    training. Reference: Li et al., Asilomar 2019, "FedDANE".
+    At the start of a round, some clients compute the gradients of the global model :math:`w_t` on all local data. These
+    clients are selected by :meth:`Schedule.second_draw <lightning_fed.server.schedule.Schedule.second_draw>`. The mean
+    of these gradients, weighted by numbers of examples, is :math:`g_t`. The server sends :math:`g_t` to the clients
+    that train in this round. Each of these clients first computes the gradient :math:`\nabla F_k(w_t)` of the local
+    loss :math:`F_k`. Reference: Li et al., Asilomar 2019, "FedDANE".
 
-    A client with unreadable data is skipped in the second sample, and excluded from the round in the cohort. If no
-    client in the second sample answers, the round fails.
-
-    ``training_step`` computes these gradients in evaluation mode, so dropout adds no noise. BatchNorm uses batch
-    statistics, and running statistics do not change. Data loaders with persistent workers are refused. The correction
-    applies to shared parameters, and the logged loss excludes the correction.
+    ``training_step`` computes these gradients without dropout. The logged loss excludes the correction. Data loaders
+    with persistent workers are not supported. A client that cannot compute the gradient is excluded from
+    :math:`g_t` or from training. If :math:`g_t` has no clients, the round fails.
 
     Raises:
         MisconfigurationException: In ``fit``, if the module uses manual optimization.
@@ -181,10 +178,10 @@ def full_gradient(
     batches: Iterable[Any],
     is_reloaded: bool = False,
 ) -> State:
-    """Computes the gradients of the loss over all batches, by parameter name.
+    """Computes the mean gradients of the loss over all batches, by parameter name.
 
-    Batches are weighted by example counts. Unused parameters have zero gradients. The result is empty if no batch has a
-    loss. With ``is_reloaded`` the function does not restore the module's state.
+    Batches are weighted by numbers of examples. The result is empty if no batch has a loss. With ``is_reloaded`` the
+    function does not restore the module's state.
     """
     normalizing = [layer for layer in batch_norm_layers(module).values() if layer.training]  # frozen layers stay frozen
     recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase) and layer.training]

@@ -45,9 +45,9 @@ _OPERATOR_STREAM = 1001  # random stream separate from the schedule's streams
 class FeatureFusion(FederatedCallback):
     r"""Fuses the features of client model and global model before the classifier.
 
-    The model becomes :math:`L = C \circ F \circ (E_l, E_g)`, with the classifier :math:`C`, the fusion operator
-    :math:`F` and two feature extractors. :math:`E_l` is trained. :math:`E_g` is a frozen copy of the received global
-    model's extractor, and is never sent. Any averaging rule can average :math:`E_l`, :math:`F` and :math:`C`.
+    The model becomes :math:`C(F(E_l(x), E_g(x)))` for data :math:`x`, with the classifier :math:`C` and the fusion
+    operator :math:`F`. The feature extractor :math:`E_l` is trained. :math:`E_g` is a frozen copy of the received
+    global model's extractor. Clients send :math:`E_l`, :math:`F` and :math:`C`.
 
     ``setup`` adds :math:`F` to the module as the submodule ``feature_fusion``, see :func:`~lightning_fed.modules.fuse`.
     After the fit :func:`~lightning_fed.modules.unwrap` removes the fusion. To keep :math:`F` on the clients, set the
@@ -58,38 +58,35 @@ class FeatureFusion(FederatedCallback):
             :func:`~lightning_fed.modules.find_extractor`.
         operator: ``"conv"`` (about 2 n^2 parameters for n channels), ``"multi"`` (n parameters), ``"single"`` (1
             parameter), or ``"none"`` for federated averaging.
-        levels: If the layer returns several tensors (levels): positions or keys of the levels to fuse, each with a
-            separate operator; ``"all"`` for all tensors except the input data.
-        channels: Number of channels, or a list for several levels; ``"infer"`` runs the network to find the channels.
+        levels: Positions or keys of the tensors to fuse, if the layer returns several tensors. Each tensor has a
+            separate operator. ``"all"`` fuses all tensors except the input data.
+        channels: Number of channels, or a list for several tensors; ``"infer"`` runs the network to find the number.
         network: Name of the module called with the data; ``"auto"`` searches for the module.
         ema: Share :math:`\mu` of the previous weights in the moving average for "multi" and "single", see
             :func:`~lightning_fed.algorithms.fedfusion.smooth_weight`.
-        eval_reference: Source of :math:`E_g` in evaluations of the global model: the previous global model
-            (``"previous"``, as in the authors' program), or the evaluated model (``"current"``, for deployment). With
-            ``"current"`` both features are equal, so the weights of "multi" and "single" have no effect.
-        cache_global_features: Whether to cache :math:`E_g(x)` for a client's examples, if local training has several
-            epochs. The cache needs memory for the features of one client's examples. Augmented examples are computed
-            again.
+        eval_reference: Model for :math:`E_g` in evaluation: the previous global model (``"previous"``, as in the
+            authors' program), or the evaluated model (``"current"``, for deployment; "multi" and "single" then have no
+            effect).
+        cache_global_features: Whether to cache the features :math:`E_g(x)` of a client's examples in local training
+            with several epochs. The cache needs memory, and does not help if examples are augmented.
         conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Whether to add a bias to "conv".
-        channel_axis: Position of the channel axis; ``None`` infers the position.
+        channel_axis: Position of the channel axis; by default inferred from the model.
 
     Raises:
         ValueError: If an option is invalid; in ``setup``, if the features or the channels cannot be found.
-        MisconfigurationException: In ``setup``, if the module already has a different fusion, or the Trainer has no
-            federation or uses FedMA. In ``fit``, if the optimizers cannot train the operator, if the module does not
-            run the layer, or if the fit resumes from a checkpoint without fusion.
+        MisconfigurationException: In ``setup``, if the module already has a different fusion, or the rule is FedMA. In
+            ``fit``, if the optimizers cannot train the operator, no batch reaches the layer, or the checkpoint has no
+            fusion.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[FeatureFusion(operator="conv")], logger=False)
 
     Note:
-        Logs for each fused tensor (level), with "multi" and "single": ``fedfusion/<level>/lambda`` (mean weight) and
-        ``fedfusion/<level>/largest_lambda`` (largest absolute weight).
-
-        Logs with "conv": ``fedfusion/<level>/global_share``, the share of the squared weights that apply to global
-        features. With ``eval_reference="previous"``, checkpoints contain the previous extractor (``reference``).
+        Values are logged for each fused tensor, ``<level>``. With "multi" and "single": ``fedfusion/<level>/lambda``
+        (mean weight) and ``fedfusion/<level>/largest_lambda`` (largest absolute weight). With "conv":
+        ``fedfusion/<level>/global_share``, the share of the squared weights that apply to global features.
     """
 
     can_recalibrate_remotely = False

@@ -22,13 +22,11 @@ def fuse_multi(local: Tensor, reference: Tensor, weight: Tensor, channel_axis: i
 
     .. math:: F(x) = \lambda \odot E_g(x) + (1 - \lambda) \odot E_l(x), \qquad \lambda \in \mathbb{R}^C
 
-    The result has ``local``'s shape and dtype. For :math:`\lambda = 0` or equal features the result is ``local``.
-
     Args:
         local: The client's features :math:`E_l(x)`.
         reference: The global model's features :math:`E_g(x)`, in the same shape.
-        weight: The weights :math:`\lambda`, shape ``(C,)``, any real numbers.
-        channel_axis: Channel axis; if ``None``, the second axis, or the last of three axes.
+        weight: The weights :math:`\lambda`, shape ``(C,)`` for ``C`` channels.
+        channel_axis: Channel axis; by default the second axis, or the last of three axes.
 
     Raises:
         ValueError: If shapes do not match.
@@ -55,7 +53,7 @@ def fuse_single(local: Tensor, reference: Tensor, weight: Tensor) -> Tensor:
     Args:
         local: The client's features :math:`E_l(x)`.
         reference: The global model's features :math:`E_g(x)`, in the same shape.
-        weight: The weight :math:`\lambda`, shape ``()``, any real number.
+        weight: The weight :math:`\lambda`, shape ``()``.
 
     Raises:
         ValueError: If shapes do not match.
@@ -82,15 +80,14 @@ def fuse_conv(
 
     .. math:: F(x) = W \, (E_g(x) \,\Vert\, E_l(x)) + b, \qquad W \in \mathbb{R}^{C \times 2C}
 
-    The global features come first, as in the paper; the authors' program concatenates the local features first and adds
-    a bias. For vectors and tokens the convolution is a linear layer.
+    The operator :math:`\Vert` concatenates channels. For vectors and tokens the convolution is a linear layer.
 
     Args:
         local: The client's features :math:`E_l(x)`.
         reference: The global model's features :math:`E_g(x)`, in the same shape.
-        weight: The weights, shape ``(C, 2C)``, with one row per output channel.
+        weight: The weights :math:`W`, shape ``(C, 2C)`` for ``C`` channels.
         bias: The bias :math:`b`, shape ``(C,)``, or ``None``.
-        channel_axis: Channel axis; if ``None``, the second axis, or the last of three axes.
+        channel_axis: Channel axis; by default the second axis, or the last of three axes.
 
     Raises:
         ValueError: If shapes do not match.
@@ -119,12 +116,12 @@ def smooth_weight(weight: Tensor, previous: Tensor, ema: float) -> Tensor:
 
     .. math:: \lambda_{r+1} = (1 - \mu) \bar\lambda_{r+1} + \mu \lambda_r
 
-    The paper mentions a moving average; the formula and :math:`\mu = 0.9` come from the authors' program.
+    Here :math:`r` counts rounds. The formula and :math:`\mu = 0.9` come from the authors' program.
 
     Args:
-        weight: The clients' average :math:`\bar\lambda_{r+1}`, any shape.
-        previous: The global model's :math:`\lambda_r`, in the same shape, initially 0.
-        ema: Share :math:`\mu` of the previous weights, in [0, 1); 0 returns ``weight``.
+        weight: The clients' mean weights :math:`\bar\lambda_{r+1}`, any shape.
+        previous: The previous weights :math:`\lambda_r`, in the same shape, initially 0.
+        ema: Share :math:`\mu` of the previous weights, in [0, 1).
 
     Example:
         >>> smooth_weight(torch.tensor(0.3), torch.tensor(0.02), ema=0.9)

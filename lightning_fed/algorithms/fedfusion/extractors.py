@@ -22,11 +22,11 @@ _SIDES = (64, 32, 28, 96, 128, 224, 256, 384, 512)  # pixels
 
 
 class Extractor(NamedTuple):
-    """Feature extractor: the part of a network up to one layer.
+    """Feature extractor, the part of a network up to one layer.
 
     Attributes:
         network: Name of the submodule called with the inputs, as in ``named_modules``.
-        layer: The layer whose input or output contains the features; the path is relative to the network.
+        layer: The layer in the network with the features as input or output.
     """
 
     network: str
@@ -49,24 +49,21 @@ def find_extractor(
 ) -> Extractor:
     """Finds the layer with a model's features as output or input.
 
-    With ``at="auto"`` the first existing layer in this list is used:
+    With ``at="auto"`` the first existing layer in this list is used, except in frozen networks such as a teacher:
 
-    1. the ``encoder`` in a model with a ``decoder`` or ``segmentation_head`` (``segmentation_models_pytorch``), or the
-       ``backbone`` in a model with a ``classifier`` (torchvision's segmentation models);
-    2. a module named ``features``, ``encoder``, ``backbone``, ``extractor``, ``body`` or ``base``, if this module is
-       the first of several modules with parameters (VGG, DenseNet, MobileNet, the papers' networks);
-    3. the input to the last global pooling before the classifier, or without such a pooling the input to the last
-       ``nn.Flatten`` (ResNet);
-    4. the classifier's input (vision transformers).
+    1. In segmentation models: the ``encoder`` or ``backbone``.
+    2. A module named ``features``, ``encoder``, ``backbone``, ``extractor``, ``body`` or ``base``, if this is the
+       first of several modules with parameters (VGG, DenseNet, MobileNet).
+    3. The input to the last global pooling before the classifier, or without such a pooling the input to the last
+       ``nn.Flatten`` (ResNet).
+    4. The classifier's input (vision transformers).
 
     Args:
-        module: The model, or a module around the model. With ``at="auto"``, networks without gradients (such as a
-            teacher) are ignored.
+        module: The model, or a module around the model.
         at: Name of the layer with the features as output, a ``FeatureLayer`` for an input or output, or ``"auto"``.
-        network: Name of the submodule that receives the images or other data; ``""`` for ``module``. ``"auto"`` uses
-            the layer itself, if the name is like ``encoder`` and the features are the output. Otherwise ``"auto"`` uses
-            the LightningModule's direct child that is or contains the layer, or ``module``.
-        classifier: Name of the layer that returns the logits; ``None`` for
+        network: Name of the submodule that receives the images or other data; ``""`` for ``module``, and ``"auto"`` to
+            search for the submodule.
+        classifier: Name of the layer that returns the logits; by default found with
             :func:`~lightning_fed.modules.find_classifier`.
 
     Raises:
@@ -149,8 +146,8 @@ def find_extractor_in_fit(
 ) -> Extractor:
     """Calls :func:`find_extractor` with the classifier found in a trial training step.
 
-    Without a classifier, the extractor is a layer with a name such as ``encoder``. ``option`` is the name of the user's
-    argument, for error messages.
+    Without a classifier, the extractor is a layer with a name such as ``encoder``. ``option`` is the argument's name in
+    error messages.
     """
     if at != "auto":
         return find_extractor(module, at, network)

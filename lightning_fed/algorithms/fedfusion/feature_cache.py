@@ -11,10 +11,10 @@ from lightning_fed.algorithms.sample_hashes import sample_hashes
 
 
 class FeatureCache:
-    """Caches a constant network's outputs for input samples, by a hash over each sample.
+    """Caches a constant network's outputs, by a hash over each input sample.
 
-    The output for a sample must not depend on other samples: BatchNorm must be in evaluation mode. ``hits`` counts the
-    samples found in the cache, and ``misses`` all others. If ``is_filling`` is false, no outputs are added.
+    BatchNorm must be in evaluation mode. ``hits`` counts the samples found in the cache, and ``misses`` all others. If
+    ``is_filling`` is false, no outputs are added.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class FeatureCache:
         self._features: dict[int, dict[str, Tensor]] = {}
 
     def get(self, samples: Tensor, compute: Callable[[Tensor], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns a batch's outputs by name. ``compute`` is called with the samples not in the cache."""
+        """Returns a batch's outputs by name, shape ``(N, ...)``. Calls ``compute`` with samples not in the cache."""
         keys = sample_hashes(samples).tolist()
         missing = [index for index, key in enumerate(keys) if key not in self._features]
         self.hits += len(keys) - len(missing)

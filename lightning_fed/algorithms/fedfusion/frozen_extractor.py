@@ -21,12 +21,11 @@ _INTERNAL = frozenset(vars(nn.Module()))
 class FrozenExtractor:
     """A copy of a network up to one layer, in evaluation mode and without gradients.
 
-    The copy is not a submodule, so ``parameters()`` and ``state_dict()`` exclude the copy. After a run, ``is_plain`` is
-    true if the layer takes one argument and returns one feature tensor.
+    The copy is not a submodule, so ``parameters()`` and ``state_dict()`` exclude the copy.
 
     Args:
         network: The network to copy.
-        layer: The layer whose input or output contains the features.
+        layer: The layer with the features as input or output.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -94,8 +93,8 @@ class FrozenExtractor:
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
         """Frees the memory of layers that are not needed for the features.
 
-        Runs the network on an example, ``args`` and ``kwargs``, to find these layers. Returns the example's features,
-        and the last executed layer with parameters. If a second run fails, the tensors are restored.
+        Runs the network with ``args`` and ``kwargs`` to find these layers. Returns the features, and the last executed
+        layer with parameters.
         """
         started, finished = set[nn.Module](), dict[nn.Module, None]()
 

@@ -30,22 +30,22 @@ class FusionLayer(nn.Module):
     """Fuses a network's features with a frozen extractor's features.
 
     Hooks on the network run the frozen extractor on the same inputs, and fuse the features with trainable operators.
-    The network's layers keep positions and names. The ``forward`` of this layer is never called.
+    The network's layers keep their names. The ``forward`` of this layer is never called.
 
     Args:
         network: The module called with the data.
-        layer: The layer whose input or output is fused; ``""`` for the network's output.
+        layer: The layer with the features as input or output; ``""`` for the network's output.
         operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
-        channels: Number of channels, or a list for several levels; ``"infer"`` runs the network up to the layer.
-        levels: Positions or keys of the features to fuse, if the extractor returns several features; ``"all"`` fuses
-            every feature except the input data.
+        channels: Number of channels, or a list for several tensors; ``"infer"`` runs the network to find the number.
+        levels: Positions or keys of the tensors to fuse, if the layer returns several tensors; ``"all"`` fuses all
+            tensors except the input data.
         conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Whether to add a bias to "conv".
-        channel_axis: Position of the channel axis; ``None`` infers the position.
-        example: Positional and keyword arguments for the network; ``None`` derives an example from the first layer.
+        channel_axis: Position of the channel axis; by default inferred from the model.
+        example: Positional and keyword arguments for the network; by default guessed from the first layer.
 
     Raises:
-        ValueError: If an option is invalid, the network cannot run to infer the channels, or a level does not exist.
+        ValueError: If an option is invalid, the channels cannot be found, or a tensor in ``levels`` does not exist.
     """
 
     operators: nn.ModuleDict
@@ -269,18 +269,18 @@ def _select_levels(
 class FusedExtractor(nn.Module):
     """A feature extractor with fusion.
 
-    The output is F(E_l, E_g), with the trained extractor E_l, an operator F, and a frozen copy E_g of the global
-    model's extractor. Until :meth:`refer` creates this copy, the output is F(E_l, E_l).
-    :class:`~lightning_fed.callbacks.FeatureFusion` recognises this class.
+    The layer fuses the features of a trained extractor and of a frozen copy. Until :meth:`refer` is called, the trained
+    extractor's features replace the copy's. In a federation :class:`~lightning_fed.callbacks.FeatureFusion` copies the
+    received global model.
 
     Args:
-        local: The extractor E_l.
-        operator: Name of the operator F.
-        channels: Number of channels, or a list for several features; ``"infer"`` runs the extractor.
+        local: The trained extractor.
+        operator: Name of the fusion operator, such as ``"conv"``.
+        channels: Number of channels, or a list for several tensors; ``"infer"`` runs the extractor to find the number.
         options: Further arguments for :class:`~lightning_fed.modules.FusionLayer`.
 
     Raises:
-        ValueError: If an option is invalid, or the channels cannot be inferred.
+        ValueError: If an option is invalid, or the channels cannot be found.
 
     Example:
         >>> extractor = FusedExtractor(nn.Conv2d(1, 8, 3), "multi")

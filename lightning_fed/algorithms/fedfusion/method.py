@@ -26,13 +26,13 @@ class FedFusion(Method):
     Args:
         operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"`` for federated averaging.
         at: Name of the layer with the features as output, or ``"auto"``.
-        levels: Positions or keys of the tensors to fuse, if the layer returns several, as in segmentation encoders.
+        levels: Positions or keys of the tensors to fuse, if the layer returns several tensors; ``"all"`` for all.
         ema: Share of the previous weights in the moving average for "multi" and "single".
         eval_reference: Model for the global features in evaluation: the previous or the current global model.
-        cache_global_features: Whether to cache the global features of a client's examples during the training.
+        cache_global_features: Whether to cache the global features of a client's examples in local training.
         conv_init: Initialisation for "conv".
         conv_bias: Whether to add a bias to "conv".
-        aggregator: The aggregation method, by name or as an object.
+        aggregator: Federated method for averaging, by name or as an object.
 
     Example:
         >>> FedFusion("multi").callbacks[0].operator

@@ -35,19 +35,18 @@ def fuse(
 ) -> FusionLayer:
     """Adds feature fusion to a model in place, and returns the new layer ``module.feature_fusion``.
 
-    The new submodule contains the operators' parameters; all other modules keep positions and names. Checkpoints
-    without fusion can be loaded, and do not change the operators. Call :meth:`FusionLayer.refer` to set the global
-    model. Until then, the model's features are used as local features and as global features.
+    The new submodule contains the operators' parameters. All other modules keep their names, so checkpoints without
+    fusion can be loaded. Call :meth:`FusionLayer.refer` to set the global model. Until then, the model's features are
+    used as local features and as global features.
 
     Args:
         module: The model.
         operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
         at: Name of the layer with the features as output, see :func:`~lightning_fed.modules.find_extractor`.
-        channels: Number of channels, or a list. ``"infer"`` runs the network on the first available input: the module's
-            ``example_input_array``, ``example``, or an input guessed from the first layer.
+        channels: Number of channels, or a list for several tensors; ``"infer"`` runs the network to find the number.
         levels: Tensors to fuse, if the layer returns several, see :class:`~lightning_fed.modules.FusionLayer`.
         network: Name of the module called with the data, see :func:`~lightning_fed.modules.find_extractor`.
-        example: Positional and keyword arguments for the network.
+        example: Positional and keyword arguments for this run, if the module has no ``example_input_array``.
         options: Further arguments for :class:`~lightning_fed.modules.FusionLayer`.
 
     Raises:
@@ -75,7 +74,7 @@ def fuse(
 
 
 def find_fusion(module: nn.Module) -> FusionLayer | None:
-    """Returns the fusion layer of a model; ``None`` if the model has no fusion.
+    """Returns a model's fusion layer, or ``None`` for a model without fusion.
 
     Raises:
         ValueError: If the model has several fusion layers.
@@ -95,17 +94,15 @@ def unwrap(module: nn.Module) -> nn.Module:
 
     The model then predicts as if local features were fused with local features (``eval_reference="current"``):
 
-    - "multi", "single" and "none": these fused features equal the local features, so the operator is removed.
-    - "conv": a 1x1 convolution (for vectors and tokens a linear layer) replaces the operator. The new weight is the sum
-      of the operator's weights for local and global features. The fused layer becomes
+    - "multi", "single" and "none": the operator is removed, because equal features are fused to the same features.
+    - "conv": a 1x1 convolution replaces the operator, or for vectors and tokens a linear layer. The fused layer becomes
       ``nn.Sequential(layer, convolution)``, or for fusion at the layer's input ``nn.Sequential(convolution, layer)``.
-      Names of the layer's entries then contain ``.0`` or ``.1``.
+      This changes the layer's parameter names.
 
     A :class:`~lightning_fed.modules.FusedExtractor` is replaced by the trained extractor.
 
     Raises:
-        ValueError: If the model has no fusion. For "conv" also if the layer has several inputs or outputs, or an
-            unknown shape.
+        ValueError: If no fusion exists. For "conv" also if the layer has several inputs or outputs, or has not run.
 
     Example:
         >>> from lightning_fed.tasks import ClassificationTask

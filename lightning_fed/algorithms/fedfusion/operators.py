@@ -44,11 +44,11 @@ class MixingOperator(FusionOperator):
 class MultiFusion(MixingOperator):
     """Operator with one weight per channel, see :func:`~lightning_fed.algorithms.fedfusion.fuse_multi`.
 
-    The weights start at 0, so the initial output equals the local features. Weights are unbounded, as in the paper.
+    The weights start at 0, so the initial output equals the local features.
 
     Args:
         channels: Number of channels :math:`C`.
-        channel_axis: Channel axis; if ``None``, the second axis, or the last of three axes.
+        channel_axis: Channel axis; by default the second axis, or the last of three axes.
 
     Raises:
         ValueError: If ``channels`` is not a positive number.
@@ -88,10 +88,10 @@ class ConvFusion(FusionOperator):
 
     Args:
         channels: Number of channels :math:`C`.
-        init: ``"default"`` as in PyTorch's convolutions and the authors' program, ``"local"`` to return local features,
-            ``"average"`` to return the mean over local and global features. The last two set the bias to zero.
+        init: Initial weights: ``"default"`` as in PyTorch's convolutions, ``"local"`` to return the local features, or
+            ``"average"`` to return the mean over local and global features.
         bias: Whether to add a bias, as in the authors' program; the paper has no bias.
-        channel_axis: Channel axis; if ``None``, the second axis, or the last of three axes.
+        channel_axis: Channel axis; by default the second axis, or the last of three axes.
 
     Raises:
         ValueError: If ``init`` is unknown or ``channels`` is not positive.
@@ -162,7 +162,7 @@ def build_operator(
         channels: Number of channels.
         conv_init: For "conv", see :class:`ConvFusion`.
         conv_bias: For "conv": whether to add a bias.
-        channel_axis: Channel axis; if ``None``, the second axis, or the last of three axes.
+        channel_axis: Channel axis; by default the second axis, or the last of three axes.
 
     Example:
         >>> build_operator("multi", channels=8)

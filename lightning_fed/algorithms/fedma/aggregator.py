@@ -39,27 +39,25 @@ _log = logging.getLogger(__name__)
 
 
 class FedMA(Aggregator):
-    r"""Averages matched neurons of the clients, one stage (a set of layers) per round.
+    r"""Matches the clients' neurons, and averages matched neurons, layer by layer.
 
-    A pass through a network with :math:`N` stages takes :math:`N` rounds with the same clients:
+    A stage is a set of layers matched in one round, usually one layer. A network with :math:`N` stages takes :math:`N`
+    rounds with the same clients, called a pass:
 
     1. In the first round, clients train the whole model and send the first stage.
     2. The server matches the clients' neurons in this stage, and averages matched neurons.
-    3. In the next round, clients receive the averaged stage and the new positions of neurons. A client reorders the
-       inputs of the next layers, freezes the matched layers, trains all other layers, and sends the next stage.
-    4. In the last round, the server averages the output layer by class shares. The pass yields a new global model.
+    3. In the next round, clients receive and freeze the averaged stage. The inputs of the next layers are reordered to
+       match. Clients train all other layers, and send the next stage.
+    4. In the last round, the server averages the output layers. The result is the new global model.
 
-    Unmatched neurons make the global model wider. In the next pass, each client starts again with the original widths,
-    from the global neurons matched with the client's neurons. Until a pass ends, validation uses the previous global
-    model. Failed clients are excluded for the rest of the pass. A new pass starts if too few clients remain.
+    Unmatched neurons make the global model wider. The next pass starts with clients of the original widths. Until a
+    pass ends, validation uses the previous global model. Failed clients are excluded for the rest of the pass. If too
+    few clients remain, a new pass starts. In the paper clients have equal weights, as with the federation's
+    ``weighting="uniform"``.
 
-    Tracing the network gives the neurons and stages (:class:`~lightning_fed.matching.PermutationGroups`,
-    :func:`~lightning_fed.matching.find_stages`); all residual blocks with common channels form one stage. The module's
-    layers are resized in place; :func:`~lightning_fed.matching.load_matched` loads checkpoints of wider models.
-
-    Clients run :class:`~lightning_fed.callbacks.LayerwiseTraining`, added automatically. BatchNorm statistics are
-    measured for each matched stage and for the complete model. With the federation's ``weighting="uniform"`` all
-    clients with a neuron have equal weight, as in the paper. Reference: Wang et al., ICLR 2020,
+    Stages are found by :func:`~lightning_fed.matching.find_stages`. Layers connected by residual connections share one
+    stage. Clients run :class:`~lightning_fed.callbacks.LayerwiseTraining`, added automatically.
+    :func:`~lightning_fed.matching.load_matched` loads checkpoints of wider models. Reference: Wang et al., ICLR 2020,
     https://arxiv.org/abs/2002.06440.
 
     - Sends: one stage of the model per round, both ways; widths may grow.
@@ -68,29 +66,24 @@ class FedMA(Aggregator):
     - For: separately trained clients, whose neurons have different orders.
 
     Args:
-        mode: ``"grow"`` (as in the paper) adds unmatched neurons; ``"permute"`` matches neurons one to one and
-            preserves widths; ``"none"`` averages without matching. With ``"grow"``, neuron groups of fixed width
-            are still matched one to one.
-        stages: ``"auto"``; an integer, the maximum number of stages (1: all layers in one round); or a list with
-            patterns for entry names, per stage.
-        last_layer: Weights for the mean of output layers: class shares (``"class"``) or numbers of examples
-            (``"size"``). For class shares clients send the number of examples or pixels per class. Models without
-            classes and multi-hot labels require ``"size"``.
-        initial: Whether all clients start from the module
-            (``"shared"``) or from separate random weights (``"independent"``, as the authors do). For the latter,
-            clients shuffle the module's weights.
+        mode: ``"grow"`` (as in the paper) adds unmatched neurons to the global model, except in layers of fixed width.
+            ``"permute"`` matches neurons one to one and preserves widths. ``"none"`` averages without matching.
+        stages: Maximum number of stages, or a list with patterns for parameter names per stage; ``"auto"`` for no
+            maximum. With 1 all layers are matched in one round.
+        last_layer: Weights for averaging output layers. For ``"class"`` clients send their number of examples or
+            pixels per class, which reveals label statistics. ``"size"`` uses numbers of examples. Multi-hot labels and
+            models without classes require ``"size"``.
+        initial: ``"shared"`` if all clients start from the module, or ``"independent"`` (as the authors do) for
+            separate random weights. Clients then shuffle the module's weights.
         order: ``"fedma"`` matches first layers first, by incoming weights; ``"pfnm"`` matches last layers first, by
             outgoing weights. See :func:`~lightning_fed.matching.match_states`.
         score: Matching score, ``"marginal"`` or ``"published"``, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: Parameter :math:`\gamma` of the score; larger values add more neurons. By default 7 with the published
-            score, or 1 with the marginal score. The authors use 7 for convolutional networks and 0.001 (no growth) for
-            an LSTM.
-        passes: Maximum number of passes over the clients after the first matching, for each group of neurons.
-        max_width: Maximum width of a group, as a multiple of a client's width; if ``None``, no limit; ``"auto"`` for
-            1.25 with the marginal score, and no limit with the published score.
-        prior_weight: Weight of a prior with mean 0; 1 equals the weight of one client. With 1 and
-            ``weighting="uniform"`` the mean over *n* clients is multiplied by n/(n+1), as in the authors' program for
-            convolutional networks.
+            score, or 1 with the marginal score.
+        passes: Maximum number of times to repeat the matching over all clients, for each layer.
+        max_width: Maximum layer width, as a multiple of a client's width; ``None`` for no limit. ``"auto"`` sets 1.25
+            with the marginal score, and no limit with the published score.
+        prior_weight: Weight of a prior with mean 0, which shrinks the averages; 1 equals the weight of one client.
         seed: Seed for the order in which clients are matched.
 
     Example:
@@ -100,10 +93,10 @@ class FedMA(Aggregator):
         ('shared', ['LayerwiseTraining'])
 
     Note:
-        Logs ``fedma/stage`` (matched stage, from 0) and for each group ``fedma/<group>/width``,
-        ``fedma/<group>/matched`` (share of client neurons matched with another client), ``fedma/<group>/agreement``
-        (share of the squared norms preserved by averaging: 1 for equal neurons, about 1/n for n unrelated neurons) and
-        ``fedma/<group>/seconds``; after a pass also ``fedma/growth`` (the global model's size relative to a client's).
+        Logs ``fedma/stage`` (matched stage, from 0), and after a pass ``fedma/growth`` (the global model's size
+        relative to a client's). Logs for each group of neurons: ``fedma/<group>/width``, ``fedma/<group>/matched``
+        (share of client neurons matched with another client), ``fedma/<group>/agreement`` (1 if matched neurons are
+        equal, about 1/n for n unrelated neurons), and ``fedma/<group>/seconds``.
     """
 
     resizes = True
@@ -154,10 +147,10 @@ class FedMA(Aggregator):
         self._metrics: dict[str, float] = {}
 
     def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], entries: Mapping[str, Tensor]) -> None:
-        """Sets the network's neuron groups, stages and shared tensors before a fit's first round.
+        """Describes the clients' network to this rule, before a fit's first round.
 
-        ``groups`` and ``entries`` describe the clients' models; the global model may be wider. Only shapes and dtypes
-        in ``entries`` are used. Raises ``OptionError`` if a resumed pass has different stages.
+        ``groups`` are the groups of neurons, and ``entries`` has the shapes and dtypes of shared tensors. Raises
+        ``OptionError`` if the stages differ from an unfinished pass in a checkpoint.
         """
         current = self._open_pass
         if current is not None:
@@ -174,7 +167,7 @@ class FedMA(Aggregator):
 
     @property
     def widths(self) -> dict[str, int]:
-        """Number of global neurons per permutation group; empty before the first matching."""
+        """Number of global neurons per permutation group; empty until the first pass is complete."""
         return {} if self._last_pass is None else dict(self._last_pass.sizes)
 
     @property
@@ -221,11 +214,10 @@ class FedMA(Aggregator):
     def broadcast(self, request: Request) -> Broadcast:
         """Builds the message to a client.
 
-        - First round of a pass: a complete model with the client's layer widths. If the global model is wider, the
-          server selects the neurons matched with the client's neurons. For a new client, the server selects the neurons
-          shared by most clients. The message omits tensors known to the client. With ``initial="independent"`` the very
-          first message has no tensors.
-        - Later rounds: the layers matched in the previous round.
+        In the first round of a pass, the message contains a complete model with the client's layer widths. If the
+        global model is wider, the server selects the neurons matched with the client's neurons, or for a new client the
+        neurons shared by most clients. Tensors already known to the client, and independent initial weights, are
+        omitted. In later rounds the message contains the layers matched in the previous round.
         """
         current, last, client = self._pass(self._info.round), self._last_pass, request.client
         if current.stage:

@@ -57,31 +57,24 @@ _MODEL = f"{MEMORY}model:"
 
 
 class LayerwiseTraining(RevertingCallback, FederatedCallback):
-    """Client side of :class:`~lightning_fed.algorithms.FedMA`, added to the Trainer automatically.
+    """Trains the clients of :class:`~lightning_fed.algorithms.FedMA`, and freezes matched layers.
 
-    Before the first round this callback finds and logs the groups of permutable neurons, and the stages (layers matched
-    in the same round). Layers matched earlier in a pass over all stages do not train. Each client stores the trained
-    model until the next pass is complete. For large models pass a folder as the federation's ``store``.
-
-    A checkpoint of a wider model widens the module in ``fit``, ``validate``, ``test`` and ``predict``. Checkpoints with
-    other width changes, such as additional classes, are refused.
+    FedMA adds this callback automatically. Before the first round, the callback finds the groups of neurons to match.
+    Each client stores the trained model; for large models pass a folder as the federation's ``store``. Loading a
+    checkpoint of a wider model widens the module.
 
     Args:
-        example_input: Arguments for ``forward`` (or for the network trained in ``training_step``), used for tracing; by
-            default the module's ``example_input_array``, or two inputs of a client.
-        pin: Patterns for entry names, such as ``"embedding.*"``. Neurons in matching entries, and in entries that
-            clients do not send, are not permuted.
-        extra_groups: Permutation groups that tracing does not find. A group's size is the layer width in the clients'
-            models, not in a grown global model.
-        target: Position of the labels in a batch: index, key or function; if ``None``, the labels used in the loss.
-            Without a single label tensor, the output layers are averaged by numbers of examples instead of class
-            shares, with a warning.
+        example_input: Arguments for ``forward`` (or for the network trained in ``training_step``), used to trace the
+            network; by default the module's ``example_input_array``, or two inputs of a client.
+        pin: Patterns for parameter names, such as ``"embedding.*"``. Neurons in these layers keep their positions.
+        extra_groups: Additional groups of neurons that tracing does not find, with a client's widths.
+        target: Position of the labels in a batch: index, key or function; by default the labels used in the loss.
+            Without a single label tensor, the output layers are averaged by numbers of examples.
         inputs: Position of the inputs in a batch: index, key or function.
 
     Raises:
-        MisconfigurationException: In ``fit``, for one of these reasons: the rule is not FedMA; no neurons can be
-            matched; clients keep optimizer states; clients receive only some rows of an entry; an optimizer has a state
-            before the first step, or requires constant tensor sizes.
+        MisconfigurationException: In ``fit``, if the aggregation rule is not FedMA, no neurons can be matched, clients
+            keep optimizer states, or an optimizer requires constant tensor sizes.
         ValueError: If a checkpoint has invalid widths; in ``fit``, if stages or patterns do not match the module.
 
     Example:
@@ -261,7 +254,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         self._unfreeze()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Asks the clients for BatchNorm statistics for the layers matched in this round."""
+        """Asks the clients for BatchNorm statistics of newly matched layers, except at the end of a pass."""
         federation = find_federation(trainer)
         rule = _rule(federation)
         if rule.unfinished is None or federation.options.batch_norm not in ("auto", "recalibrate"):

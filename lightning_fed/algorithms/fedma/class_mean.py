@@ -12,15 +12,15 @@ from lightning_fed.numerics.precision import cast_back, to_float64
 
 @torch.no_grad()
 def class_mean(layers: Sequence[Tensor], counts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    r"""Averages the clients' output layers, each row weighted by examples of the row's class.
+    r"""Averages the clients' output layers, with separate client weights for each class.
 
     .. math:: W_k = \sum_j \frac{n_{jk}}{\sum_{j'} n_{j'k}} W_{jk}
 
-    Here :math:`W_{jk}` is client j's row for class k, and :math:`n_{jk}` the client's number of examples. Classes
-    without examples are averaged with ``weights``.
+    Here :math:`W_{jk}` is client j's row for class k, and :math:`n_{jk}` the client's number of examples of this class.
+    Classes without examples are averaged with ``weights``.
 
     Args:
-        layers: The output layer's weight or bias on each client, shape ``(classes, ...)``, floating point.
+        layers: The output layer's weight or bias on each client, shape ``(classes, ...)``.
         counts: Number of examples (or pixels) per class on each client, shape ``(classes,)``.
         weights: One weight per client, greater than 0, for classes without examples.
 

@@ -13,9 +13,8 @@ from lightning_fed.messages import State
 def shuffled_state(state: Mapping[str, Tensor], names: Collection[str], seed: int) -> State:
     """Draws new initial parameters by shuffling the elements in each tensor in ``names``.
 
-    Shuffling preserves the scale of any initialization. The result is an independent draw if all elements of a tensor
-    are independent and identically distributed. Zeros keep their positions, so zero biases, padding rows and pruned
-    weights stay zero. Shuffling destroys the structure of orthogonal and pretrained weights.
+    Shuffling preserves the scale of the initialization. Zeros are not moved, so zero biases stay zero. Shuffling
+    destroys pretrained and orthogonal weights.
 
     Example:
         >>> state = {"weight": torch.tensor([[0.0, 1.0], [2.0, 3.0]]), "running_mean": torch.tensor([4.0, 5.0])}

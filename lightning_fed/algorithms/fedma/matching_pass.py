@@ -27,11 +27,17 @@ ASSIGNMENT, WIDTH = "fedma:assignment:", "fedma:width:"
 
 @dataclass(frozen=True)
 class MatchingPass:
-    """Progress of a pass in which FedMA matches all layers, one stage (a set of layers) per round.
+    """Progress of FedMA through the network. Each round matches one set of layers, called a stage.
 
-    ``origin`` is the pass's first round, ``round`` the latest round, and ``stage`` the number of stages matched so far.
-    ``matched_state`` contains the tensors averaged so far. ``owners`` counts, for each global neuron, the clients with
-    a matching neuron. After the pass, ``hashes`` replaces ``matched_state``.
+    Attributes:
+        origin: First round.
+        round: Latest round.
+        stage: Number of stages matched so far.
+        assignments: Each client's neuron positions in the global model.
+        sizes: Number of global neurons per group; layers in a group share neurons.
+        owners: Number of clients with a matching neuron, per global neuron.
+        matched_state: Tensors averaged so far.
+        hashes: Hashes for the averaged tensors, after the last stage.
     """
 
     origin: int
@@ -68,10 +74,7 @@ class MatchingPass:
         )
 
     def complete(self) -> MatchingPass:
-        """Ends the pass, and replaces the averaged tensors by hashes.
-
-        By these hashes, the next pass finds tensors changed in between, for example by a callback.
-        """
+        """Replaces the averaged tensors by hashes, so that FedMA can later find changed tensors."""
         hashes = {name: tensor_hash(value) for name, value in self.matched_state.items()}
         return replace(self, matched_state={}, hashes=hashes)
 

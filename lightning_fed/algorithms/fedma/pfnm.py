@@ -12,12 +12,11 @@ from lightning_fed.method import register
 
 @register
 class PFNM(FedMA):
-    """Matches the clients' neurons in all layers in a single round (PFNM).
+    """Matches and averages the clients' neurons in all layers in a single round (PFNM).
 
-    Layers are matched from last to first, by the paper's matching score; :class:`FedMA` explains all other options. The
-    published algorithm is for fully connected networks and one round. Unlike in the authors' program, all prior means
-    are 0, and all clients have equal variances. Reference: Yurochkin et al., ICML 2019,
-    https://arxiv.org/abs/1905.12022.
+    Layers are matched from last to first, with the published score. :class:`FedMA` explains all other options. The
+    published algorithm is for fully connected networks. Unlike in the authors' program, all prior means are 0, and all
+    clients have equal variances. Reference: Yurochkin et al., ICML 2019, https://arxiv.org/abs/1905.12022.
 
     - Sends: 1 model up; 1 matched and possibly wider model down.
     - Keeps: the layer widths of each client.
@@ -25,12 +24,12 @@ class PFNM(FedMA):
     - For: one exchange of separately trained models.
 
     Args:
-        last_layer: Weights for the average of output layers.
+        last_layer: Weights for the average of output layers, see :class:`FedMA`.
         initial: Whether clients start from the same model or from separate random weights, as the authors do.
-        score: Matching score, see :class:`FedMA`.
-        gamma: Larger values match fewer neurons, and add more new neurons.
-        passes: Maximum number of passes over the clients after the first matching, for each group of neurons.
-        max_width: Maximum width of a group as a multiple of a client's width, see :class:`FedMA`.
+        score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
+        gamma: Larger values add more new neurons.
+        passes: Maximum number of repeated matchings per client.
+        max_width: Maximum width of a layer as a multiple of a client's width, see :class:`FedMA`.
         seed: Seed for the order in which clients are matched.
 
     Example:

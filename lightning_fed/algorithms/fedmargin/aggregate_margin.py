@@ -19,21 +19,20 @@ from lightning_fed.numerics.float64_states import Float64States
 
 
 class AggregateMeanMargin(Float64States):
-    r"""Computes half the mean distance between class prototypes, the feature means by class.
+    r"""Computes half the mean distance between class prototypes.
+
+    A prototype is the mean feature vector of a class.
 
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert p[c] - p[c'] \rVert
 
-    over the :math:`C'` observed classes with prototypes :math:`p`, see
-    :func:`~lightning_fed.algorithms.fedmargin.aggregate_mean_margin`.
+    Here :math:`C'` is the number of observed classes, and :math:`p[c]` the prototype of class :math:`c`.
 
     Args:
         num_classes: Number of classes :math:`C`.
         num_features: Length :math:`d` of a feature vector (channels of a feature map).
-        kind: ``"pairs"`` for the mean over all pairs of classes, ``"nearest"`` for the mean over each class's distance
-            to the nearest other class.
-        normalize: Whether to divide by the mean prototype norm, so that the result does not depend on the feature
-            scale.
-        ignore_index: Label for void pixels; ``None`` for no void label, ``"auto"`` for 255 unless 255 is a class.
+        kind: ``"pairs"`` averages over all pairs of classes, ``"nearest"`` only over nearest neighbours.
+        normalize: Whether to divide by the mean norm of the prototypes.
+        ignore_index: Label for void pixels, or ``None``. The default is 255, unless 255 is a class.
         exclude_classes: Classes to exclude, such as a background.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 

@@ -60,11 +60,11 @@ class MarginReport:
     """Prototype margins and client weights in a FedMargin round, in the order of ``clients``.
 
     Args:
-        clients: Clients, in order of arrival.
+        clients: Clients in the round.
         lpm: Local prototype margin for each client; NaN if missing.
         apm: Aggregate prototype margin for each client; NaN if missing.
         attention: Weight for each client in the average, with sum 1.
-        amm: Mean margin between the classes' aggregate prototypes.
+        amm: Mean margin between classes.
     """
 
     clients: list[Client] = field(default_factory=list)
@@ -75,48 +75,48 @@ class MarginReport:
 
 
 class FedMargin(Aggregator):
-    r"""Weighted mean of client models, with attention weights from margins of class prototypes.
+    r"""Weighted mean of client models, with larger weights for clients whose class prototypes change more.
 
-    The margin between two prototypes is half their distance. A client's local prototype margin (LPM) compares
-    prototypes before and after local training. The aggregate prototype margin (APM) compares prototypes after training
-    with the prototypes of all clients and rounds. Larger margins give larger weights:
+    A class prototype is the mean feature vector of a class. The margin between two prototypes is half the distance. The
+    local prototype margin (LPM) compares a client's prototypes before and after local training. The aggregate prototype
+    margin (APM) compares the prototypes after training with the mean over all clients and rounds.
 
     .. math:: a_k = \tfrac12 \left( \frac{\mathrm{LPM}_k}{\sum_j \mathrm{LPM}_j}
         + \frac{\mathrm{APM}_k}{\sum_j \mathrm{APM}_j} \right), \qquad
         w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)
 
-    Here :math:`w_t` is the global model, :math:`w_k` a client's model, and :math:`\eta` the server's step size. The
-    equations are reconstructions from the paper's description. Equal margins give equal weights (FairAvg). A client
-    without prototypes gets the mean margin of the other clients. Integer entries are copied from the client with the
-    most examples. :attr:`last` reports the last round's margins and weights.
+    Here :math:`a_k` is a client's weight (attention), :math:`w_t` the global model, :math:`w_k` a client's model, and
+    :math:`\eta` the server's step size. The equations are reconstructions from the paper's description. Equal margins
+    give equal weights, as in FairAvg. A client without prototypes gets the mean margin of the other clients.
+    :attr:`last` reports the last round's margins and weights.
 
-    Prototypes come from :class:`~lightning_fed.callbacks.ClassPrototypes`, added automatically. To select the layer,
-    classes or measurement, add the callback explicitly, with the same ``margin`` and ``class_reduction``.
+    :class:`~lightning_fed.callbacks.ClassPrototypes`, added automatically, measures the prototypes. To select the layer
+    or classes, add this callback explicitly, with the same ``margin`` and ``class_reduction``.
 
-    - Sends: the model and, for each class, a vector and two numbers, both ways.
+    - Sends: 1 model down, 1 up (and for each class a vector and two numbers; these also down for the margins
+      "hypothesis" and "relative").
     - Keeps: one vector per class on the server.
     - Costs: two passes over a client's data per round, without gradients.
     - For: unbalanced class distributions; segmentation.
 
     Args:
         margin: Kind of margin per class, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
-        class_reduction: Reduction over classes to one margin per client: mean, sum, mean by counts, or maximum.
-        attention: ``"sum"``, or ``"softmax"`` as in FedAtt.
-        combine: Combination of LPM attention and APM attention: mean, product, only LPM, or only APM.
-        proto_weighting: Client weights in the mean over client prototypes: feature vectors per class, examples, or
-            equal weights.
-        proto_memory: Aggregation of prototypes over rounds: moving average, or mean over all rounds.
-        size_weighting: Whether to multiply attention by the numbers of examples.
+        class_reduction: Reduction over classes to one margin per client. ``"count"`` is a mean weighted by class size.
+        attention: Conversion of margins to weights. ``"softmax"`` is the formula of FedAtt.
+        combine: Use of LPM and APM: mean or product of both weights, or only one.
+        proto_weighting: Client weights in the mean over client prototypes. The default is the number of feature
+            vectors.
+        proto_memory: Mean of prototypes over rounds: moving average, or mean over all rounds.
+        size_weighting: Whether to multiply weights by the numbers of examples.
         server_lr: Step size :math:`\eta` towards the weighted mean.
-        amm: Kind of the logged mean margin between aggregate prototypes: over all pairs, or to each nearest prototype.
+        amm: Kind of the logged mean margin between classes: over all pairs, or only nearest neighbours.
 
     Raises:
-        ValueError: If an option is unknown or outside its range; in a round, if a client reported another kind of
-            margin.
+        ValueError: If an option is invalid, or a client measured another kind of margin.
 
     Note:
-        Logs ``fedmargin/amm``, ``fedmargin/attention_entropy`` (1 for equal weights) and, with at most 20 clients per
-        round, ``fedmargin/lpm/<client>``, ``fedmargin/apm/<client>`` and ``fedmargin/attention/<client>``.
+        Logs ``fedmargin/amm`` and ``fedmargin/attention_entropy`` (1 for equal weights). With at most 20 clients, also
+        logs ``fedmargin/lpm/<client>``, ``fedmargin/apm/<client>`` and ``fedmargin/attention/<client>``.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo

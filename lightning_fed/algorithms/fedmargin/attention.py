@@ -19,21 +19,23 @@ Combination = Literal["mean", "product", "lpm", "apm"]
 
 @torch.no_grad()
 def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
-    r"""Computes client weights from prototype margins: larger margins give larger weights.
+    r"""Computes client weights from prototype margins.
 
-    The weights have shape ``(K,)``, float64 and sum 1. Reconstruction of "as prototypes deviate from reference
-    prototypes [...], higher attention is applied" (paper).
+    Larger margins give larger weights. The formulas reconstruct "as prototypes deviate from reference prototypes [...],
+    higher attention is applied" (paper).
 
     .. math:: \text{sum: } a_k = \frac{v_k}{\sum_j v_j} \qquad
         \text{softmax: } a_k = \frac{e^{v_k / s}}{\sum_j e^{v_j / s}}
 
-    Here :math:`v_k` is client k's margin, and :math:`s` is the mean absolute margin. "sum" replaces negative margins by
-    0. Missing margins are replaced by the mean of the other margins. If all margins are equal or missing, all weights
-    are equal.
+    Here :math:`a_k` is client k's weight, :math:`v_k` the margin, and :math:`s` the mean absolute margin. "sum"
+    replaces negative margins by 0. Missing margins are replaced by the mean of the other margins.
 
     Args:
         margins: Prototype margin for each client, shape ``(K,)``; NaN if missing.
-        kind: ``"sum"`` for the ratio, ``"softmax"`` as in FedAtt.
+        kind: ``"sum"``, or ``"softmax"`` as in FedAtt.
+
+    Returns:
+        Weights with sum 1, shape ``(K,)``, float64.
 
     Raises:
         ValueError: If ``margins`` is empty, a margin is infinite or ``kind`` is unknown.
@@ -65,23 +67,25 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
 def combine_attention(
     local: Tensor, aggregate: Tensor, combine: Combination = "mean", *, num_samples: Sequence[int] | None = None
 ) -> Tensor:
-    r"""Combines attention from local and aggregate margins into client weights with sum 1.
+    r"""Combines two sets of client weights into one.
 
-    The result has shape ``(K,)``, float64. The paper states only that both are used jointly.
+    The paper states only that both are used jointly.
 
     .. math:: \text{mean: } a_k = \tfrac12 (a^L_k + a^A_k) \qquad
         \text{product: } a_k = \frac{a^L_k a^A_k}{\sum_j a^L_j a^A_j}
 
-    Equal attention gives exactly equal weights (FairAvg), or with ``num_samples`` weights proportional to examples
-    (FedAvg).
+    The weights are used in :class:`~lightning_fed.algorithms.FedMargin`:
+    :math:`w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)`. Equal inputs give exactly equal weights (FairAvg), or with
+    ``num_samples`` weights proportional to examples (FedAvg).
 
     Args:
-        local: Attention :math:`a^L` computed from local prototype margins (LPM), shape ``(K,)``, see
-            :func:`margin_attention`.
-        aggregate: Attention :math:`a^A` computed from aggregate prototype margins (APM), shape ``(K,)``.
-        combine: Mean, product, or only LPM, or only APM. If the product is 0 for all clients, the weights are equal.
-        num_samples: Numbers of examples by which attention is multiplied before normalization; if ``None``, only
-            attention is used.
+        local: Weights :math:`a^L` from local prototype margins (LPM), shape ``(K,)``, see :func:`margin_attention`.
+        aggregate: Weights :math:`a^A` from aggregate prototype margins (APM), shape ``(K,)``.
+        combine: Mean or product of both weights, or only one.
+        num_samples: Number of examples for each client. If given, the weights are multiplied by these numbers.
+
+    Returns:
+        Weights with sum 1, shape ``(K,)``, float64.
 
     Raises:
         ValueError: If ``combine`` is unknown or the numbers of clients differ.

@@ -24,21 +24,19 @@ _MAX_LABELS = 50
 
 
 class AttentionMap(PeriodicPictures, FederatedCallback):
-    """Draws a heat map of FedMargin's client weights (attention), and logs the map to TensorBoard.
+    """Draws a heat map of FedMargin's client weights, and logs the map to TensorBoard.
 
-    Rows are clients, and columns are rounds. The viridis colours range from 0 to the largest attention so far; grey
-    marks absent clients. Axis labels need matplotlib (extra ``demo``). Other loggers receive no pictures. The Trainer
-    needs a federation with :class:`~lightning_fed.algorithms.FedMargin`.
+    Rows are clients, and columns are rounds. Brighter colours mark larger weights, and grey marks absent clients. Axis
+    labels need matplotlib. Other loggers receive no pictures.
 
     Saved state: ``last_epoch``, the round with the last picture, and ``attention``, the weights by round and client.
 
     Args:
-        every_n_epochs: Rounds between two pictures, at least 1; the first picture is drawn in the first round.
+        every_n_epochs: Rounds between two pictures, at least 1. The first round has a picture.
 
     Raises:
         ValueError: If ``every_n_epochs`` is below 1.
-        MisconfigurationException: In ``fit``, if the Trainer has no federation with
-            :class:`~lightning_fed.algorithms.FedMargin`.
+        MisconfigurationException: In ``fit``, without :class:`~lightning_fed.algorithms.FedMargin`.
 
     Example:
         >>> from lightning_fed import Federation
@@ -83,7 +81,7 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
 
 
 def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[list[Client], Tensor]:
-    """Returns the sorted clients, and a table of attention by client and round; NaN if absent."""
+    """Returns the sorted clients, and a table of attention, shape ``(clients, rounds)``; NaN if absent."""
     clients = sorted(
         {client for row in attention.values() for client in row}, key=lambda key: (isinstance(key, str), key)
     )

@@ -44,39 +44,36 @@ class ClassPrototypes(RevertingCallback, FederatedCallback):
     """Measures class prototypes (feature means by class) before and after a client's local training.
 
     The local prototype margin (LPM) measures how far training moves the prototypes. By default, the LPM is half the
-    distance between a class's prototypes before and after training, averaged over classes. Each update contains the
-    prototypes after training, counts of feature vectors and the LPM. The mean LPM is logged as ``clients/lpm``. A plain
-    ``L.Trainer`` measures each epoch, and logs ``prototypes/lpm`` and ``prototypes/amm`` (mean margin between classes).
+    distance between both prototypes of a class, averaged over classes. Each update contains the prototypes after
+    training and the LPM. The mean LPM is logged as ``clients/lpm``. A plain ``L.Trainer`` measures each epoch, and logs
+    ``prototypes/lpm`` and ``prototypes/amm`` (mean margin between classes).
 
-    - ``passes="exact"`` follows the definition: two passes over the same examples, before and after local training, in
-      evaluation mode without gradients. The passes run ``training_step``, or with manual optimization
-      ``validation_step``. Augmentation is the same in both passes. The passes do not affect training.
-    - ``passes="online"`` reuses features computed in training. Features from the first pass over the data give the
-      prototypes before training, and features from the last pass the prototypes after training. A single pass is
-      divided in halves. Margins from few batches are noisy, and with one batch the LPM is missing.
+    - ``passes="exact"`` computes features of the same examples before and after local training, in evaluation mode.
+      These two passes run ``training_step``, or with manual optimization ``validation_step``. Training does not change.
+    - ``passes="online"`` reuses features from the first and the last training epoch, or from both halves of a single
+      epoch. Margins from few batches are noisy, and with one batch the LPM is missing.
 
     Args:
-        layer: Name of the layer with the features as output; ``"auto"`` for
-            :func:`~lightning_fed.modules.find_feature_layer` at the classifier, found in a trial training step.
-        num_classes: Number of classes; ``"auto"`` for the outputs of the classifier.
-        ignore_index: Void label, or ``None``; ``"auto"`` for the loss's ignored label, or 255 unless 255 is a class.
+        layer: Name of the layer with the features as output. By default, the features are the classifier's input, or
+            the encoder's output in a segmentation model.
+        num_classes: Number of classes, by default the number of logits.
+        ignore_index: Void label, or ``None``. The default is the loss's ignored label, or else 255 unless 255 is a
+            class.
         exclude_classes: Classes to exclude, such as a background.
-        target: Position of the labels in a batch: index, key or function; by default the labels used in the loss. If
-            ``layer`` and ``num_classes`` are given, the default is the second element, or a key such as ``"target"``.
-            Labels are integers, shape ``(N,)`` or ``(N, [1,] *size)``; label maps are resized to the features by
-            nearest neighbour.
+        target: Position of the labels in a batch: index, key or function. The default is the labels used in the loss.
+            Labels are integers, shape ``(N,)`` or ``(N, [1,] *size)``. If ``layer`` and ``num_classes`` are given, the
+            default is the second element, or a key such as ``"target"``.
         passes: ``"exact"`` or ``"online"``.
-        max_batches: Maximum number of batches in an exact pass; if ``None``, all batches.
-        margin: Kind of margin per class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
-        class_reduction: Reduction over classes in LPM.
-        lpm_before: Prototypes before training in the LPM: ``"download"``, measured with the downloaded weights, or
-            ``"last_local"``, from the end of the client's previous training.
+        max_batches: Maximum number of batches in an exact pass, by default all.
+        margin: Kind of margin per class, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
+        class_reduction: Reduction over classes in the LPM.
+        lpm_before: Model for the prototypes before training: the received model (``"download"``), or the client's model
+            after its previous training (``"last_local"``).
 
     Saved state: the feature ``layer``. With a plain Trainer :attr:`prototypes` contains the last epoch's prototypes.
 
     Raises:
-        ValueError: If an option is invalid; in ``fit``, if the layer does not exist, or the fit resumes with another
-            layer.
+        ValueError: If an option is invalid, the layer does not exist, or the fit resumes with another layer.
         MisconfigurationException: In ``fit``, if the trial step does not identify the classifier or the labels.
 
     Example:

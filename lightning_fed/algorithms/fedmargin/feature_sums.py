@@ -84,11 +84,7 @@ def measure_feature_sums(
     batches: Iterable[Any],
     options: FeatureSumOptions,
 ) -> FeatureSums:
-    """Sums a model's feature vectors by class in one pass over the data.
-
-    The pass has no effect on training. Each ``training_step`` is interrupted after the feature layer, and skipped if
-    the step returns ``None`` before this layer.
-    """
+    """Sums a model's feature vectors by class in one pass over the data. Each step ends after the feature layer."""
     step, sums = forward_step(module), FeatureSums(options)
     assert step is not None
     with tap_features(module, layer) as tap, isolated_pass(module), without_compiled_code():
@@ -151,10 +147,8 @@ class TrainingFeatureSums:
         self._batch = None
 
     def check(self, layer: FeatureLayer, is_manual: bool) -> None:
-        """Raises ``ValueError`` if the layer did not run in every batch with an optimizer step.
-
-        With manual optimization, raises the error only if the layer ran in no batch.
-        """
+        """Raises ``ValueError`` if the layer did not run in every batch, except batches skipped in training."""
+        # Manual optimization only requires one batch with the layer.
         is_blind = is_manual and self._num_started > 0 and self._num_seen == 0
         if is_blind or self._num_seen + self._num_skipped < self._num_started:
             raise ValueError(

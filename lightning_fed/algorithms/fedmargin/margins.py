@@ -25,11 +25,11 @@ MeanMarginKind = Literal["pairs", "nearest"]
 def class_margins(
     query: Prototypes, reference: Prototypes, margin: MarginKind = "semantic", *, fallback: Prototypes | None = None
 ) -> Tensor:
-    r"""Computes the margin of each class between two sets of prototypes, shape ``(C,)``, float64.
+    r"""Computes the margin of each class between two sets of prototypes.
 
-    The prototypes :math:`Q[c]` and :math:`R[c]` are the feature means of class :math:`c` in both sets. The first three
-    margins use the distance to the same class, :math:`d^+ = \lVert Q[c] - R[c] \rVert`, or the distance to the nearest
-    other class, :math:`d^- = \min_{c' \ne c} \lVert Q[c] - R[c'] \rVert`.
+    :math:`Q[c]` and :math:`R[c]` are the prototypes (feature means) of class :math:`c` in both sets. The distance to
+    the same class is :math:`d^+ = \lVert Q[c] - R[c] \rVert`. The distance to the nearest other class is
+    :math:`d^- = \min_{c' \ne c} \lVert Q[c] - R[c'] \rVert`.
 
     .. math::
         \text{semantic: } \tfrac12 d^+ \qquad
@@ -39,15 +39,16 @@ def class_margins(
     .. math:: \text{gain: } \tfrac12 \min_{c' \ne c} \lVert Q[c] - Q[c'] \rVert
         - \tfrac12 \min_{c' \ne c} \lVert R[c] - R[c'] \rVert
 
-    These formulas reconstruct the FedMargin paper, after margins in learning vector quantization. The margin is NaN for
-    a missing class, or if no other class exists.
+    These formulas reconstruct the FedMargin paper, after margins in learning vector quantization.
 
     Args:
-        query: Prototypes Q.
-        reference: Prototypes R.
+        query: Prototypes :math:`Q`.
+        reference: Prototypes :math:`R`.
         margin: Kind of margin.
-        fallback: For "hypothesis" and "relative": prototypes of other classes, used if ``reference`` has only one
-            class.
+        fallback: Prototypes of other classes for :math:`d^-`, used if ``reference`` has only one class.
+
+    Returns:
+        Margins, shape ``(C,)``, float64; NaN for missing classes.
 
     Raises:
         ValueError: If ``margin`` is unknown or shapes differ.
@@ -86,19 +87,22 @@ def local_prototype_margin(
     class_reduction: ClassReduction = "mean",
     fallback: Prototypes | None = None,
 ) -> Tensor:
-    r"""Computes the LPM, a client's mean margin between prototypes before and after training.
+    r"""Computes a client's local prototype margin (LPM), between prototypes before and after training.
 
-    The result is a float64 scalar; NaN if undefined. The equation is a reconstruction: the paper only says "deviation
-    of on-client prototypes before and after local training".
+    The equation is a reconstruction. The paper only says "deviation of on-client prototypes before and after local
+    training".
 
     .. math:: \mathrm{LPM}_k = \frac{1}{|C_k|} \sum_{c \in C_k} \mathrm{SPM}(p_k^1[c], p_k^0[c])
 
     Args:
-        after: Prototypes :math:`p_k^1` after local training, for the client's classes :math:`C_k`.
-        before: Prototypes :math:`p_k^0` with the downloaded weights on the same examples, or from the last round.
-        margin: Kind of margin SPM per class, see :func:`class_margins`.
-        class_reduction: Reduction over classes: mean, sum, mean weighted by the counts in ``after``, or maximum.
-        fallback: Prototypes of other classes for a client with a single class, see :func:`class_margins`.
+        after: Prototypes :math:`p_k^1` of client :math:`k` after training, for the client's classes :math:`C_k`.
+        before: Prototypes :math:`p_k^0` before training.
+        margin: Kind of the margin SPM of one class, see :func:`class_margins`.
+        class_reduction: Reduction over classes. ``"count"`` is a mean weighted by the counts in ``after``.
+        fallback: Additional prototypes for a client with a single class, see :func:`class_margins`.
+
+    Returns:
+        A float64 scalar; NaN without a common class.
 
     Raises:
         ValueError: If an option is unknown or shapes differ.
@@ -119,18 +123,18 @@ def aggregate_prototype_margin(
     margin: MarginKind = "semantic",
     class_reduction: ClassReduction = "mean",
 ) -> Tensor:
-    r"""Computes the APM, a client's mean margin to the aggregate prototypes; NaN if undefined.
+    r"""Computes a client's aggregate prototype margin (APM), between local and aggregate prototypes.
 
-    The equation is a reconstruction: the paper states only "deviation of aggregate prototypes from local prototypes".
+    The equation is a reconstruction. The paper states only "deviation of aggregate prototypes from local prototypes".
 
-    .. math:: \mathrm{APM}_k = \frac{1}{|C_k \cap \mathrm{dom}\, \bar P|}
-        \sum_c \mathrm{SPM}(p_k^1[c], \bar P[c])
+    .. math:: \mathrm{APM}_k = \frac{1}{|C_k|} \sum_{c \in C_k} \mathrm{SPM}(p_k^1[c], \bar P[c])
+
+    Here :math:`C_k` are client k's classes with an aggregate prototype. Without such a class the result is NaN.
 
     Args:
-        after: Prototypes :math:`p_k^1` after local training, for the client's classes :math:`C_k`.
+        after: The client's prototypes :math:`p_k^1` after local training.
         reference: Prototypes :math:`\bar P`, see :func:`~lightning_fed.algorithms.fedmargin.reference_prototypes`.
-        margin: Kind of margin SPM per class, see :func:`class_margins`. "gain" is replaced by "hypothesis", because
-            "gain" compares prototypes of the same client.
+        margin: Kind of the margin SPM of one class, see :func:`class_margins`. "gain" is replaced by "hypothesis".
         class_reduction: Same as in :func:`local_prototype_margin`.
 
     Raises:
@@ -142,25 +146,25 @@ def aggregate_prototype_margin(
         >>> aggregate_prototype_margin(client, aggregate).item()
         2.5
     """
+    # "gain" compares prototypes from the same client
     margins = class_margins(after, reference, "hypothesis" if margin == "gain" else margin)
     return _over_classes(margins, after.counts, class_reduction)
 
 
 @torch.no_grad()
 def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs", *, normalize: bool = False) -> Tensor:
-    r"""Computes the AMM, the mean margin between classes; NaN with fewer than two classes.
+    r"""Computes the aggregate mean margin (AMM), half the mean distance between class prototypes.
 
-    The equation is a reconstruction: the paper states only "the margin among the aggregate set of prototypes".
+    The equation is a reconstruction. The paper states only "the margin among the aggregate set of prototypes".
 
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert \bar P[c] - \bar P[c'] \rVert
 
-    over the :math:`C'` present classes. AMM is proportional to the scale of the features.
+    Here :math:`C'` is the number of classes with a prototype. With fewer than two, the result is NaN.
 
     Args:
-        prototypes: Aggregate prototypes.
-        kind: ``"pairs"`` for the mean over all pairs of classes, ``"nearest"`` for the mean over each class's distance
-            to the nearest other class.
-        normalize: Whether to divide by the mean prototype norm.
+        prototypes: Aggregate prototypes :math:`\bar P`.
+        kind: ``"pairs"`` averages over all pairs of classes, ``"nearest"`` only over nearest neighbours.
+        normalize: Whether to divide by the mean norm of the prototypes.
 
     Raises:
         ValueError: If ``kind`` is unknown.

@@ -16,7 +16,7 @@ from lightning_fed.argument_checks import check_count
 class PrincipalAxes(NamedTuple):
     """A projection to a plane or another subspace.
 
-    ``center`` has shape ``(d,)``; the orthonormal axes have shape ``(k, d)``, float64. Unused axes are zero.
+    ``center`` has shape ``(d,)``. The orthonormal ``axes`` have shape ``(k, d)``, float64.
     """
 
     center: Tensor
@@ -38,7 +38,8 @@ def principal_axes(points: Tensor, count: int = 2) -> PrincipalAxes:
 
     .. math:: X - \mathbf{1} \bar x^\top = U S V^\top
 
-    The axes are the first columns of :math:`V`, with a positive largest entry. Axes without variance are zeros.
+    Here :math:`X` are the points, with mean :math:`\bar x`. The axes are the first columns of :math:`V` in this
+    singular value decomposition. Axes without variance are zeros.
 
     Args:
         points: Points, shape ``(n, d)``, with equal weights.

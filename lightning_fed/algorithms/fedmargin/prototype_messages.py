@@ -27,7 +27,7 @@ _MAX_COUNT = 2**48  # maximum count per client, so that sums over thousands of c
 
 
 def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
-    """Converts prototypes to extra tensors for an update, without empty classes.
+    """Converts the prototypes of all present classes to extra tensors for an update.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
@@ -110,9 +110,9 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
 
 
 def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> dict[_Client, str]:
-    """Finds clients with a margin or prototypes far above the median, and describes each fault.
+    """Finds clients with an unusually large margin or prototype, and describes each fault.
 
-    The limit is 100 times the clients' median, for the absolute margin and the longest prototype's norm.
+    The limit is 100 times the clients' median, for at least three clients.
 
     Example:
         >>> margins = {"a": 1.0, "b": 1.5, "c": 1e30}
@@ -150,7 +150,7 @@ def find_mismatched_prototypes(
 ) -> dict[_Client, str]:
     """Finds clients whose prototypes have another length than most, and describes each fault.
 
-    In a tie, the length in earlier rounds (``known``) is correct, or without this length the largest.
+    ``known`` is the length in earlier rounds.
 
     Example:
         >>> means = {"a": torch.ones(2, 3), "b": torch.ones(2, 8), "c": torch.ones(1, 8)}
@@ -163,7 +163,7 @@ def find_mismatched_prototypes(
         for client, extras in packed.items()
         if len(extras.get("prototypes:classes", ()))
     }
-    votes = Counter(widths.values())
+    votes = Counter(widths.values())  # a tie is decided by the known length, then by the largest
     majority = max(votes, key=lambda width: (votes[width], width == known, width), default=None)
     return {
         client: f"the client's prototypes have {width} features instead of {majority}"

@@ -45,23 +45,21 @@ _log = logging.getLogger(__name__)
 class PrototypePlots(PeriodicPictures, FederatedCallback):
     """Draws class prototypes as points in a plane, and logs the picture to TensorBoard.
 
-    With :class:`~lightning_fed.algorithms.FedMargin` the points are the aggregate prototypes over clients and rounds.
-    With any other method the points are the round's means over clients. On a plain ``L.Trainer`` the points are the
-    prototypes at the end of the epoch. FedMargin adds the necessary callback
-    :class:`~lightning_fed.callbacks.ClassPrototypes`; for all other methods pass the callback explicitly.
+    With :class:`~lightning_fed.algorithms.FedMargin` the points are the mean prototypes over clients and rounds. With
+    other methods the points are means over the round's clients. On a plain ``L.Trainer`` the points are the prototypes
+    at the end of the epoch. :class:`~lightning_fed.callbacks.ClassPrototypes` measures the prototypes. FedMargin adds
+    this callback; for other methods pass the callback explicitly.
 
-    The plane has the largest spread of the prototypes (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`).
-    Each picture has a new plane, rotated to match the previous picture. The title shows the share of the spread (sum of
-    squared distances from the mean) within the plane. The first picture needs two classes. Other loggers receive no
-    pictures.
+    The plane shows the largest variance (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`). Each new plane is
+    rotated to match the previous picture. The title shows the share of the variance within the plane. Other loggers
+    receive no pictures.
 
     Saved state: ``last_epoch``, the epoch with the last picture, and ``view``, the plane.
 
     Args:
         every_n_epochs: Epochs (rounds) between two pictures.
-        class_names: Class names, starting with class 0. Classes without a name are labelled by index.
-        class_colors: Colours (red, green, blue; 0 to 255), starting with class 0. Classes without a colour use a
-            palette.
+        class_names: Class names, starting with class 0, by default the indices.
+        class_colors: Colours (red, green, blue; 0 to 255), starting with class 0, by default a palette.
         projector: Whether to send the full prototypes to TensorBoard's projector.
 
     Raises:

@@ -55,17 +55,18 @@ def class_sums(
 ) -> tuple[Tensor, Tensor]:
     """Computes sums and counts of feature vectors by class.
 
-    The sums have shape ``(C, d)``, float64, and the counts ``(C,)``, int64. Both can be added over batches.
-
     Args:
-        features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``; floating point.
+        features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``.
         labels: Classes, integers, shape ``(N,)`` or ``(N, *label_size)``. Label maps are resized to the feature maps.
         num_classes: Number of classes :math:`C`.
-        ignore_index: Label for void pixels, or ``None``; ``"auto"`` for 255 unless 255 is a class.
+        ignore_index: Label for void pixels, or ``None``. The default is 255, unless 255 is a class.
         exclude_classes: Classes to exclude, such as a background.
 
+    Returns:
+        Sums, shape ``(C, d)``, float64, and counts, shape ``(C,)``, int64. Both can be added over batches.
+
     Raises:
-        ValueError: If shapes or dtypes do not match, or a label or an option is outside its range.
+        ValueError: If shapes or dtypes do not match, or a label or option is invalid.
 
     Example:
         >>> sums, counts = class_sums(torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 0.0]]), torch.tensor([1, 1, 255]), 3)
@@ -103,10 +104,10 @@ def class_sums(
 
 
 def class_prototypes(sums: Tensor, counts: Tensor, *, dtype: torch.dtype = torch.float32) -> Prototypes:
-    """Computes prototypes from sums and counts; zeros for classes without feature vectors.
+    """Computes prototypes from sums and counts.
 
     Args:
-        sums: Feature vectors added by class, shape ``(C, d)``, see :func:`class_sums`.
+        sums: Sums of feature vectors for each class, shape ``(C, d)``, see :func:`class_sums`.
         counts: Number of feature vectors in each class, shape ``(C,)``.
         dtype: The means' dtype.
 
@@ -125,16 +126,17 @@ def aggregate_prototypes(
     weighting: PrototypeWeighting = "class_count",
     num_samples: Sequence[int] | None = None,
 ) -> Prototypes:
-    r"""Computes a round's prototypes, for each class the weighted mean over clients.
+    r"""Averages the clients' prototypes of one round.
 
     .. math:: P_t[c] = \frac{\sum_{k: c \in C_k} \omega_{k,c}\, p_k[c]}{\sum_{k: c \in C_k} \omega_{k,c}}
 
-    The weights are a reconstruction: the paper states only a "weighted average". Counts are summed.
+    Here :math:`P_t[c]` is the mean for class :math:`c` in round :math:`t`, and :math:`p_k[c]` a prototype of client
+    :math:`k` with classes :math:`C_k`. The paper states only a "weighted average". Counts are summed.
 
     Args:
         clients: Client prototypes, at least one.
-        weighting: Weights :math:`\omega_{k,c}`: number of feature vectors in the class, number of examples, or 1.
-        num_samples: Number of examples by client, for ``weighting="num_samples"``.
+        weighting: Kind of weights :math:`\omega_{k,c}`: number of feature vectors, number of examples, or 1.
+        num_samples: Number of examples for each client, for ``weighting="num_samples"``.
 
     Raises:
         ValueError: If ``clients`` is empty, ``weighting`` is unknown or ``num_samples`` is invalid.
@@ -167,20 +169,19 @@ def aggregate_prototypes(
 
 @torch.no_grad()
 def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: PrototypeMemory = "ema") -> Prototypes:
-    r"""Combines the prototypes over all rounds with a new round's prototypes.
+    r"""Updates the mean prototypes over all rounds with a new round's prototypes.
 
     .. math:: \bar P_t[c] = \begin{cases}
         \beta \bar P_{t-1}[c] + (1 - \beta) P_t[c] & \text{if } c \text{ was known and is seen now} \\
         P_t[c] & \text{if } c \text{ is seen for the first time} \\
         \bar P_{t-1}[c] & \text{if } c \text{ is not seen now} \end{cases}
 
-    This equation reconstructs FedMargin's text. The constant :math:`\beta = 0.1` gives new values weight 0.9, as in
-    FedSpace's code. ``memory="cumulative"`` is the running mean weighted by counts, as in SDR's code. Counts are added.
+    This equation reconstructs FedMargin's text, with :math:`\beta = 0.1` as in FedSpace's code. Counts are added.
 
     Args:
-        previous: Aggregate prototypes :math:`\bar P_{t-1}` before the round; ``None`` in the first round.
+        previous: Mean prototypes :math:`\bar P_{t-1}` before round :math:`t`; ``None`` in the first round.
         current: The round's prototypes :math:`P_t`, see :func:`aggregate_prototypes`.
-        memory: Moving average, or mean over all rounds weighted by counts.
+        memory: ``"ema"`` for this moving average, ``"cumulative"`` for the mean weighted by counts, as in SDR's code.
 
     Raises:
         ValueError: If ``memory`` is unknown or shapes differ.
@@ -210,10 +211,10 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
 
 
 def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Prototypes:
-    r"""Returns the reference for client prototypes in the aggregate prototype margin (APM).
+    r"""Returns the prototypes compared with client prototypes in the aggregate prototype margin (APM).
 
-    These are the aggregate prototypes :math:`\bar P_{t-1}`, or for classes seen for the first time the round's
-    prototypes :math:`P_t`. The paper does not define the reference; this definition is a reconstruction.
+    These are the ``previous`` prototypes over all rounds. For new classes, these are the round's ``current``
+    prototypes. This definition is a reconstruction.
 
     Raises:
         ValueError: If shapes differ.

@@ -35,34 +35,34 @@ _NEGATIVES_STREAM = 2  # random stream of the visit, for negatives
 class SampledSoftmax(FederatedCallback):
     r"""Trains clients with only some rows of the last layer.
 
-    The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. A client's own classes :math:`P_k`
-    are the positives. Before training, the client draws :math:`m` other classes :math:`N_k`, the negatives, and
-    requests the rows for all these classes :math:`S_k = P_k \cup N_k`. The order does not show which classes are
-    positives. The client receives, trains and returns only these rows. The mean of :math:`|S_k|` is logged as
-    ``clients/sampled_classes``. A client with a label outside the client's classes, or outside the layer's classes, is
-    excluded. Reference: FedSS, section 3 and Algorithm 1.
+    The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, with one weight row per class. A
+    client's own classes are called positives. Before training, the client draws other classes, called negatives. The
+    client receives, trains and returns only the rows of both. The mean number of rows is logged as
+    ``clients/sampled_classes``. The requested rows are sorted, so a single request with negatives does not show the
+    positives. Clients with a label outside the client's or the layer's classes are excluded. Reference: FedSS, section
+    3 and Algorithm 1.
 
-    In ``training_step``, labels are column indices of the logits, and the last layer corrects the logits. Therefore
-    ``F.cross_entropy(self(x), y)`` is the FedSS loss, and ``training_step`` needs no changes. The logits have fewer
-    than ``num_classes`` columns: pass ``logits.argmax(dim=1)`` to metrics. Validation and prediction use all classes.
+    In ``training_step``, labels become column indices of the logits, and the last layer corrects the logits. Therefore
+    ``F.cross_entropy(self(x), y)`` is the FedSS loss. The logits have fewer than ``num_classes`` columns: pass
+    ``logits.argmax(dim=1)`` to metrics. Validation and prediction use all classes.
 
     Args:
-        num_negatives: Number :math:`m` of negatives, drawn uniformly without replacement.
-        objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`: ``"fedss"``;
-            ``"negonly"``, a softmax over the target and the negatives; ``"posonly"``, a softmax over the client's
-            classes; ``"full"``, the softmax over all classes, for which each message contains the whole layer.
+        num_negatives: Number of negatives, drawn uniformly without replacement.
+        objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`. ``"negonly"`` is
+            a softmax over the target and the negatives, ``"posonly"`` over the client's classes. ``"full"`` is the
+            softmax over all classes, and each message contains the whole layer.
         resample: Whether to draw negatives once per ``"round"`` or for each ``"batch"``.
-        head: Name of the ``SampledSoftmaxHead``; ``"auto"`` for a model with one such layer.
-        target: Position of the labels in a batch: an index, a key, or a function; by default the labels used in the
-            loss, found in a trial step. Labels are integers; negative labels are ignored.
-        classes: The clients' classes: a mapping or a function; ``None`` reads the labels in a pass over the data.
+        head: Name of the ``SampledSoftmaxHead``, by default the only such layer.
+        target: Position of the labels in a batch: an index, a key, or a function. The default is the labels used in the
+            loss. Negative labels are ignored.
+        classes: The clients' classes, as a mapping or a function. By default, a pass over the data collects the labels.
 
     Raises:
-        ValueError: If an option is invalid; in ``fit``, if the ``SampledSoftmaxHead`` or the labels are missing, labels
-            are soft, or ``classes`` is ``None`` and a loader may skip examples.
-        MisconfigurationException: In ``fit``, if an option does not support entries with only some rows
-            (``optimizer_state="keep"``, recalibrated BatchNorm, some rules), if the last layer shares its weight or is
-            in evaluation mode, or if no labels are found in the loss or the loss ignores a non-negative label.
+        ValueError: If an option is invalid, or if the layer or integer labels are missing. Also if ``classes`` is
+            ``None`` and a loader may skip examples.
+        MisconfigurationException: In ``fit``, if another option does not support partial layers, such as
+            ``optimizer_state="keep"``. Also if the layer shares its weight or is in evaluation mode, or no suitable
+            labels are found in the loss.
 
     Example:
         >>> from lightning_fed import FederatedTrainer

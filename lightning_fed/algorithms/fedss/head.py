@@ -35,27 +35,24 @@ class SampledSoftmaxHead(LogitsLayer):
     .. math:: o_j = s \left\langle \frac{f}{\lVert f \rVert}, \frac{w_j}{\lVert w_j \rVert} \right\rangle + b_j
         \text{ (cosine)} \qquad o_j = \langle f, w_j \rangle + b_j \text{ (linear)}
 
-    Features :math:`f` have shape ``(*, in_features)``, logits :math:`o` ``(*, num_classes)``; :math:`w_j` is class j's
-    weight row. While a client trains, the weight may have rows for only some classes, called held classes
-    (:meth:`hold`). Training logits then have only these columns, or fewer (:meth:`begin_batch`). Otherwise this layer
-    is an ordinary layer. The ``state_dict`` does not contain the list of held classes.
-
-    Logits and losses have at least float32 precision. Do not place a ReLU directly before cosine logits, because zero
-    features give very large gradients.
+    Features :math:`f` have shape ``(*, in_features)``, and logits :math:`o` shape ``(*, num_classes)``. Class j has the
+    weight row :math:`w_j` and the bias :math:`b_j`. While a client trains, the weight may have rows for only some
+    classes, called held classes (:meth:`hold`). Training logits then have only these columns. Otherwise this layer is
+    an ordinary layer. Do not place a ReLU directly before cosine logits, because zero features give very large
+    gradients.
 
     Args:
-        in_features: Feature size :math:`d`.
-        num_classes: Number :math:`n` of all classes.
-        scale: Factor :math:`s` for cosine logits; not allowed for linear logits.
+        in_features: Size of a feature vector.
+        num_classes: Total number of classes.
+        scale: Factor :math:`s` for cosine logits.
         normalize: Whether to compute cosine logits, instead of linear logits as in `torch.nn.Linear`.
         bias: Whether to add a bias. The paper has no bias.
-        margin: Margin for cosine logits in training, see :func:`~lightning_fed.algorithms.fedss.with_margin`: in
-            radians for ArcFace (published: 0.5 with scale 64), or as a cosine for CosFace (0.35).
+        margin: Margin for cosine logits in training, see :func:`~lightning_fed.algorithms.fedss.with_margin`. ArcFace
+            uses 0.5 radians with scale 64, and CosFace a cosine of 0.35.
         margin_of: Quantity changed by the margin: ``"angle"`` (ArcFace) or ``"cosine"`` (CosFace).
 
     Raises:
-        ValueError: If a size, ``scale`` or ``margin`` is invalid, or if linear logits are combined with a scale or
-            margin.
+        ValueError: If an argument is invalid, or linear logits are combined with a scale or margin.
 
     Example:
         >>> head = SampledSoftmaxHead(in_features=2, num_classes=1000)
@@ -122,7 +119,7 @@ class SampledSoftmaxHead(LogitsLayer):
         return self._held
 
     def hold(self, held: SampledClasses) -> None:
-        """Sets the classes whose rows the layer's weight contains, in row order.
+        """Sets the classes of the weight's rows.
 
         Before the call, set the parameters' data to these rows. After restoring all rows, call :meth:`release`.
         """
@@ -133,13 +130,12 @@ class SampledSoftmaxHead(LogitsLayer):
         self._held = self._batch = None
 
     def begin_batch(self, target: Tensor, columns: Tensor | None = None) -> Tensor:
-        """Sets the labels of a training batch. Returns the labels as column indices of the logits, int64.
+        """Sets the labels of a training batch. Returns the labels as column indices of the logits.
 
         Args:
-            target: The batch's class labels, integers, all among the client's classes. Negative labels (no class) do
-                not change.
-            columns: Indices of the weight rows for this batch's logits, int64, increasing; by default all rows. Rows
-                for the client's own classes must be included.
+            target: The batch's class labels, integers. Negative labels do not change.
+            columns: Indices of the weight rows for this batch's logits, increasing, by default all. Rows for the
+                client's own classes must be included.
         """
         if self._held is None:
             raise RuntimeError(
@@ -169,15 +165,13 @@ class SampledSoftmaxHead(LogitsLayer):
         return self._sampled(features, self._batch)
 
     def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Computes FedSS's loss while a client trains; otherwise the ordinary softmax loss.
+        """Computes FedSS's loss while a client trains, and otherwise the ordinary softmax loss.
 
-        Equals ``F.cross_entropy(head(features), target)``, but also allows features of other examples than the batch's,
-        for example from a memory bank.
+        The result equals ``F.cross_entropy(head(features), target)``, also for features from outside the batch.
 
         Args:
             features: Features, shape ``(*, in_features)``.
-            target: Labels, shape ``(*)``; -100 for no label. While a client trains, labels are column indices of the
-                logits, see :meth:`relabel`.
+            target: Labels, shape ``(*)``; -100 for no label. While a client trains, use labels from :meth:`relabel`.
             reduction: Mean or sum over labelled examples, or one value per example.
         """
         check_option("reduction", reduction, Reduction)
@@ -198,7 +192,7 @@ class SampledSoftmaxHead(LogitsLayer):
         Args:
             features: Features, shape ``(*, in_features)``.
             k: Number of logits.
-            chunk_size: Number of classes per chunk; by default chunks have 16 MiB of logits.
+            chunk_size: Number of classes computed at once, by default for 16 MiB of logits.
 
         Example:
             >>> head = SampledSoftmaxHead(2, 4, normalize=False)

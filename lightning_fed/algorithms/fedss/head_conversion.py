@@ -26,17 +26,13 @@ class MarginLoss(nn.Module):
 def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool = True) -> nn.Module:
     """Replaces a classifier's last linear layer by a `SampledSoftmaxHead`, in place.
 
-    If the module contains an ``ArcFaceLoss`` or ``CosFaceLoss`` from ``pytorch-metric-learning``, the function keeps
-    the linear layers and replaces the loss by a ``MarginLoss`` with the same margin, scale and weights.
-
-    The new layer uses the linear layer's weight, so the ``state_dict`` name, the values, the device and
-    ``requires_grad`` do not change. Hooks on the linear layer are lost.
+    The new layer uses the linear layer's weight. Hooks on the linear layer are lost. An ``ArcFaceLoss`` or
+    ``CosFaceLoss`` from ``pytorch-metric-learning`` is replaced instead, by a ``MarginLoss`` with the same weight.
 
     Args:
         module: Any classifier. For a linear layer the result is the new layer.
         scale: Factor for cosine logits.
-        normalize: With true, the new layer computes cosine logits without a bias, and the model's output changes. With
-            false, the new layer also uses the linear layer's bias, and the output does not change.
+        normalize: Whether to compute cosine logits without a bias. With false, the model's output does not change.
 
     Raises:
         TypeError: If the layer that computes the logits is not linear.

@@ -31,14 +31,12 @@ MarginOf = Literal["angle", "cosine"]
 
 
 def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, generator: np.random.Generator) -> Tensor:
-    r"""Draws negative classes uniformly without replacement. Returns sorted int64 indices on the CPU.
-
-    :math:`N \subset [n] \setminus P` with :math:`\min(m, n - |P|)` elements. The run time does not depend on :math:`n`.
+    r"""Draws classes :math:`N \subset [n] \setminus P`, called negatives. Returns sorted int64 indices on the CPU.
 
     Args:
         positives: The client's classes :math:`P`, integers, shape ``(classes,)``, in any order.
         num_classes: Number :math:`n` of all classes.
-        num_negatives: Number :math:`m` of classes to draw. If fewer exist, all other classes are returned.
+        num_negatives: Number of classes to draw, without replacement. If fewer exist, all are returned.
         generator: The random generator.
 
     Raises:
@@ -64,7 +62,7 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
 
 
 def log_correction(num_positives: int, num_negatives: int, num_classes: int) -> float:
-    r"""Computes the number to add to the negatives' logits (eq. 3); 0 without negatives.
+    r"""Computes the correction added to the logits of drawn classes, the negatives (eq. 3).
 
     .. math:: -\ln(m q), \qquad q = \frac{1}{n - |P|}
 
@@ -98,16 +96,16 @@ def sampled_logits(
     *,
     objective: Objective = "fedss",
 ) -> Tensor:
-    r"""Corrects a client's logits, so that the cross-entropy is the FedSS loss.
+    r"""Corrects a client's logits, shape ``(N, S)``, so that the cross-entropy is the FedSS loss.
 
-    The logit of each sampled negative becomes :math:`o_j` plus ``correction``. Excluded classes have the logit
-    :math:`-\infty`. "posonly" excludes all negatives. "negonly" excludes, for each example with a target, all positives
-    except this target.
+    The client's own classes are called positives, and drawn other classes negatives. Logits of negatives become
+    :math:`o'_j = o_j - \ln(m q)`, see :func:`log_correction`. "posonly" excludes all negatives, by logits of
+    :math:`-\infty`. "negonly" excludes all positives except the target.
 
     Args:
-        logits: Logits :math:`o` for the client's S classes (positives and negatives), shape ``(N, S)``.
-        is_positive: Mask for the positives among the S classes, bool, shape ``(S,)``.
-        correction: Result of :func:`log_correction`, which depends on the numbers of classes and negatives.
+        logits: Logits :math:`o` for the client's positives and negatives, shape ``(N, S)``.
+        is_positive: Mask for the positives, bool, shape ``(S,)``.
+        correction: Result of :func:`log_correction`.
         target: Target column for each row, shape ``(N,)``; negative for no target. Required for "negonly".
         objective: See :func:`sampled_softmax_loss`.
 
@@ -144,13 +142,14 @@ def with_margin(cosines: Tensor, target: Tensor, margin: float, margin_of: Margi
 
     .. math:: \cos(\theta_t + m) \text{ (angle, ArcFace)} \qquad \cos\theta_t - m \text{ (cosine, CosFace)}
 
-    For angles above :math:`\pi - m` ArcFace uses :math:`\cos\theta_t - m \sin m`, so the loss always decreases with the
-    cosine. References: Deng et al., "ArcFace", CVPR 2019; Wang et al., "CosFace", CVPR 2018.
+    Here :math:`\theta_t` is the angle between features and the target's weight row. For angles above :math:`\pi - m`
+    ArcFace uses :math:`\cos\theta_t - m \sin m`. References: Deng et al., "ArcFace", CVPR 2019; Wang et al., "CosFace",
+    CVPR 2018.
 
     Args:
         cosines: Cosines :math:`\cos\theta`, shape ``(N, S)``.
         target: Target column for each row, shape ``(N,)``; negative for no target.
-        margin: Margin :math:`m`, an angle in radians or a cosine difference.
+        margin: Margin :math:`m`, in radians or as a cosine difference.
         margin_of: Quantity changed by the margin: ``"angle"`` or ``"cosine"``.
 
     Example:
@@ -187,22 +186,20 @@ def sampled_softmax_loss(
         \text{posonly: } \ln\Big(1 + \sum_{j \in P \setminus t} e^{o_j - o_t}\Big) \qquad
         \text{full: } \ln\Big(1 + \sum_{j \in [n] \setminus t} e^{o_j - o_t}\Big)
 
-    The corrected logit :math:`o'_j` is :math:`o_j` for positives, and :math:`o_j` plus :func:`log_correction` for the
-    sampled negatives :math:`N`. If all other classes are negatives, "fedss" equals "full". With a single positive,
-    "posonly" and its gradient are 0. The computation uses at least float32.
+    Here :math:`P` are the client's own classes (positives), :math:`N` the drawn other classes (negatives), and
+    :math:`[n]` all classes. The corrected logit :math:`o'_j` is :math:`o_j` for positives, and :math:`o_j` plus
+    :func:`log_correction` for negatives. If all other classes are negatives, "fedss" equals "full".
 
     Args:
-        logits: Logits :math:`o` for the classes :math:`P \cup N`, shape ``(examples, S)``, columns as in
-            ``is_positive``.
-        target: Target columns :math:`t`, all positives; shape ``(examples,)``, whole numbers. -100 excludes an example.
-        is_positive: Mask of columns for positives :math:`P`, bool, shape ``(S,)``.
+        logits: Logits :math:`o` for positives and negatives, shape ``(examples, S)``.
+        target: Target columns :math:`t`, all positives, integers, shape ``(examples,)``. -100 excludes an example.
+        is_positive: Mask for the positives among the columns, bool, shape ``(S,)``.
         num_classes: Number :math:`n` of all classes.
-        objective: The loss, see :class:`~lightning_fed.callbacks.SampledSoftmax`; "full" needs logits for all classes.
+        objective: One of the losses above. "full" needs logits for all classes.
         reduction: Mean or sum over labelled examples, or one value per example.
 
     Raises:
-        ValueError: If an option is unknown, shapes differ, a target is not a positive class, or "full" has no logits
-            for some classes.
+        ValueError: If an option or a target is invalid, shapes differ, or "full" lacks some logits.
 
     Example:
         >>> logits, is_positive = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([True, True, False, False])
@@ -235,10 +232,10 @@ def gradient_noise(change: Iterable[Tensor], reference: Iterable[Tensor], norm: 
     .. math:: \lVert \bar g - \bar g_{\mathrm{full}} \rVert_2 \quad \text{or} \quad
         \frac{1}{D} \sum_{i=1}^D |\bar g_i - \bar g_{\mathrm{full}, i}|
 
-    over all :math:`D` elements. The paper reports this distance in figure 9 (A.3) but does not name the norm.
+    Here :math:`D` is the number of elements. The paper reports this distance in figure 9 but does not name the norm.
 
     Args:
-        change: Aggregated update :math:`\bar g` for some parameters (for example, only the classifier), or gradients.
+        change: The round's update :math:`\bar g` for some parameters.
         reference: The update with the full softmax, for the same parameters.
         norm: Euclidean norm of the difference, or mean absolute difference.
 

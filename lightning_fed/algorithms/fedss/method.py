@@ -23,23 +23,22 @@ class FedSS(Method):
     :class:`~lightning_fed.callbacks.SampledSoftmax`, and the server averages with momentum
     (:class:`~lightning_fed.algorithms.FedAvgM`). Reference: FedSS, submission to ICLR 2022.
 
-    - Sends: the model both ways, with class vectors only for the client's classes and ``num_negatives`` other classes;
-      the class indices up.
-    - Keeps: on the server the momentum, one float64 number per model parameter.
+    - Sends: the model both ways, with rows only for the client's and ``num_negatives`` other classes; class indices up.
+    - Keeps: the momentum on the server, in float64.
     - Costs: less than ordinary training, because a client trains only some rows of the last layer.
     - For: very many classes.
 
     Args:
-        num_negatives: Number of sampled other classes (negatives) per client.
+        num_negatives: Number of other classes (negatives) drawn for each client.
         objective: The client's loss, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
         resample: Whether to draw negatives once per ``"round"`` or for each ``"batch"``.
-        server_momentum: Server momentum.
-        server_lr: Server learning rate.
+        server_momentum: Momentum on the server.
+        server_lr: Learning rate on the server.
         lazy_rows: Whether rows without training in a round stay unchanged, also with momentum.
         row_weighting: Divisor for a row's summed change, see :class:`~lightning_fed.algorithms.FedAvg`.
-        head: Name of the ``SampledSoftmaxHead``; ``"auto"`` for a model with one such layer.
+        head: Name of the ``SampledSoftmaxHead``, by default the only such layer.
         target: Position of the labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
-        classes: The clients' classes; ``None`` reads the classes from the data.
+        classes: The clients' classes, by default from a pass over the data.
 
     Example:
         >>> FedSS(num_negatives=40).callbacks[0].num_negatives

@@ -18,11 +18,11 @@ class ForeignLabelError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class SampledClasses:
-    """A client's classes in one round, positives and sampled negatives, and the loss.
+    """Classes in a client's last layer in one round.
 
     Args:
         classes: Class indices, int64, strictly increasing, shape ``(S,)``.
-        is_positive: Mask of the client's classes :math:`P_k`, bool, shape ``(S,)``; the other classes are negatives.
+        is_positive: Mask of the client's own classes, bool, shape ``(S,)``. The other classes are drawn negatives.
         objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`.
 
     Raises:

@@ -27,22 +27,19 @@ _log = logging.getLogger(__name__)
 
 
 class FeSEM(Aggregator):
-    r"""FeSEM (federated stochastic expectation maximisation): one global model for each cluster of clients.
+    r"""Clusters clients, and trains one global model for each cluster (FeSEM).
 
     .. math:: r_k = \arg\min_g \lVert W_k - \tilde W^{(g)} \rVert^2, \qquad
         \tilde W^{(g)} = \frac{\sum_{k: r_k = g} n_k W_k}{\sum_{k: r_k = g} n_k}
 
     Here :math:`W_k` is client k's model after local training, :math:`n_k` the number of examples, and :math:`r_k` the
     client's cluster. :math:`\tilde W^{(g)}` is the global model ("centre") of cluster g. Each client in a round is
-    assigned to the nearest centre. Then each centre becomes the mean over the assigned clients. A client's training
-    starts from the assigned centre. Reference: Xie et al., 2020, "FeSEM".
+    assigned to the nearest centre. Then each centre becomes the mean over the assigned clients. Local training starts
+    from the client's centre. Reference: Xie et al., 2020, "FeSEM".
 
     The first round uses federated averaging, and the clients' models initialise the centres. Clients without a centre
-    start from the global model.
-
-    The module's global model is the mean over the centres, weighted by examples; no client trains this model.
-    Per-client evaluation uses the client's centre. The callback :class:`~lightning_fed.callbacks.CenterEvaluation`
-    evaluates all centres. Logs ``fesem/clients/<index>`` (clients per centre), and ``fesem/moved`` (clients that
+    start from the Trainer's model, the mean over all centres. :class:`~lightning_fed.callbacks.CenterEvaluation`
+    evaluates the centres. Logs ``fesem/clients/<index>`` (clients per centre), and ``fesem/moved`` (clients that
     changed to another centre).
 
     - Sends: 1 model down, 1 up.
@@ -52,13 +49,13 @@ class FeSEM(Aggregator):
 
     Args:
         num_centers: Number of centres. 1 gives exactly the weights of FedAvg.
-        assign_on: Pattern for the compared entries, such as ``"*head.*"`` for the last layer.
+        assign_on: Pattern for the names of compared parameters, such as ``"*head.*"`` for the last layer.
         init: Initialisation of the centres. ``"k-means++"`` clusters the first round's client models. ``"random"``
             draws client models and needs less memory, but two centres may be in one cluster.
         seed: Seed for the initialisation.
 
     Raises:
-        ValueError: If an argument is unknown or outside its range; in a round, if ``assign_on`` matches nothing.
+        ValueError: If an argument is invalid, or ``assign_on`` matches nothing.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo

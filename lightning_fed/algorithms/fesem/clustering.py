@@ -29,12 +29,12 @@ def k_means(
 
     .. math:: \Pr(\text{next initial centre} = x) \propto \min_g \lVert x - c_g \rVert^2
 
-    The initial centres are points drawn one after another, with this probability. :math:`c_g` are the centres drawn
-    before. Then two steps alternate until convergence: each point is assigned to the nearest centre, and each centre
-    moves to the weighted mean of its points. The best of ``num_starts`` results is returned.
+    The initial centres are points drawn one after another with this probability, given the earlier centres :math:`c_g`.
+    Then two steps alternate until convergence. Each point is assigned to the nearest centre, and each centre moves to
+    the weighted mean of its points. The best of several results is returned.
 
     Returns:
-        Each point's cluster index, and each cluster's initial centre (a point's index).
+        The cluster index of each point, and the index of the point at each cluster's initial centre.
 
     Args:
         points: Shape ``(N, d)``.
@@ -42,7 +42,7 @@ def k_means(
         weights: Weight for each point, shape ``(N,)``.
         generator: Generator for drawing the initial centres.
         num_starts: Number of random initialisations.
-        max_steps: Maximum number of steps per start.
+        max_steps: Maximum number of steps per initialisation.
 
     Raises:
         ValueError: If ``points`` has fewer rows than ``num_centers``.
@@ -68,7 +68,7 @@ def k_means(
 
 @torch.no_grad()
 def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
-    """Represents N model states by N points with equal distances. ``names`` are the tensors to compare."""
+    """Returns points, shape ``(N, N)``, float64, with the distances of N model states in the tensors ``names``."""
     products = torch.zeros(len(states), len(states), dtype=torch.float64)
     for name in names:
         rows = [state[name].detach().flatten() for state in states]

@@ -41,24 +41,22 @@ def shares_of(update: ClientUpdate) -> dict[Client, float]:
 
 
 class RobustAggregator(Aggregator):
-    """Base class of rules that tolerate some malicious clients. Rules implement :meth:`combine`.
+    """Base class of aggregation rules for federations with some malicious clients.
 
-    The server stores all updates of a round. An update is the client's model minus the global model, as one vector of
-    all shared floating-point values. BatchNorm's running statistics are not in the vector: each becomes the clients'
-    mean without the f smallest and f largest values. Integers become the majority value or, without a majority, the
-    lower median.
+    Subclasses implement :meth:`combine`, which receives all updates of a round. An update is the client's model minus
+    the global model, as one vector of all shared floating-point values. BatchNorm's running statistics are averaged
+    without the f smallest and f largest values. Integers take the majority value.
 
-    A subclass sets ``least = (a, b)``: a round with f malicious clients fails with fewer than ``a f + b`` updates. With
-    f = 0 one update is enough. Clients with an excluded update (NaN, wrong shape, implausible norm) count among the f
-    clients. Clients without an update do not count.
+    A subclass sets ``least = (a, b)``: a round with f malicious clients needs at least ``a f + b`` updates, or one for
+    f = 0. Otherwise the round fails. Refused updates, such as NaN values, count among the f clients.
 
     Args:
-        num_malicious: Number f of malicious clients per round; if ``None``, the largest number that the rule tolerates.
+        num_malicious: Number f of malicious clients per round; by default the largest number that the rule tolerates.
 
     Note:
-        A client's excluded share is 1 - w / m, for the client's weight w in the result and the largest weight m. Logs
-        the sum of these shares in a round (``fed/excluded``), and with at most 20 clients each client's mean over
-        rounds (``client/<id>/excluded``).
+        Logs the sum of 1 - w / m over a round's clients (``fed/excluded``). Here w is a client's weight in the result,
+        and m the largest weight. With at most 20 clients, also logs each client's mean over rounds
+        (``client/<id>/excluded``).
     """
 
     least: tuple[int, int] = (2, 1)
@@ -73,9 +71,9 @@ class RobustAggregator(Aggregator):
 
     @abstractmethod
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Combines the rows of ``steps`` (client updates). Assumes at most ``num_malicious`` malicious updates.
+        """Combines client updates, with at most ``num_malicious`` malicious updates.
 
-        Returns the new model's entries in float64, and for each update the fraction of values used in the result.
+        Returns the new model's tensors in float64, and for each update the fraction of values used.
         """
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -123,9 +121,9 @@ class RobustAggregator(Aggregator):
         return new
 
     def tolerated(self, count: int) -> int:
-        """Returns the assumed number of malicious clients among ``count`` clients with an accepted update.
+        """Returns the assumed number of malicious clients among ``count`` accepted updates.
 
-        If ``num_malicious`` is ``None``, this is the largest number that the rule tolerates.
+        By default, this is the largest number that the rule tolerates.
         """
         if self.num_malicious is not None:
             return max(0, self.num_malicious - len(self._info.refused))

@@ -28,18 +28,17 @@ class NormClipping(Method):
 
     Here :math:`w_t` is the global model, :math:`u_i` the update of one of n clients, and C ``max_norm``. A malicious
     client can still shift the model by up to C / n per round. BatchNorm's running statistics are averaged without
-    protection. Reference: Sun et al., 2019, section 3 ("norm thresholding").
+    clipping. Reference: Sun et al., 2019, section 3 ("norm thresholding").
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: no additional computation. Without ``max_norm`` the server stores all updates of a round.
     - For: malicious updates with a large norm.
 
-    The method consists of two update steps: :class:`~lightning_fed.steps.UniformWeights`, and
-    :class:`~lightning_fed.steps.MaxNorm` or, without ``max_norm``, :class:`~lightning_fed.steps.MaxMedianNorm`.
+    Consists of the update steps ``UniformWeights`` and ``MaxNorm`` (or ``MaxMedianNorm`` without ``max_norm``).
 
     Args:
-        max_norm: Norm C, positive; if ``None``, the (lower) median of the norms in the round.
+        max_norm: Norm C, positive; by default the median norm in the round.
 
     Raises:
         ValueError: If ``max_norm`` is not positive.
@@ -61,9 +60,9 @@ class CenteredClipping(RobustAggregator):
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right),
         \qquad w_{t+1} = w_t + v
 
-    Here :math:`v` is the global update, initially 0, and :math:`u_i` the update of one of n clients. Each iteration
-    starts from the previous :math:`v`. In the paper, clients send momenta instead of updates. Checkpoints contain
-    :math:`v`: 8 bytes per parameter. Reference: Karimireddy et al., ICML 2021, equation 5.
+    Here :math:`v` is the global update, initially 0, :math:`u_i` the update of one of n clients, and :math:`\tau` the
+    ``radius``. The global model is :math:`w_t`. Each round starts from the previous round's :math:`v`. In the paper,
+    clients send momenta instead of updates. Reference: Karimireddy et al., ICML 2021, equation 5.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 2 models on the server (the last update in float64).
@@ -71,8 +70,8 @@ class CenteredClipping(RobustAggregator):
     - For: federations with updates that change little between rounds.
 
     Args:
-        radius: Norm :math:`\tau`, positive; if ``None``, the median distance from :math:`v`, in each iteration.
-        iterations: Number of iterations.
+        radius: Maximum distance :math:`\tau` to :math:`v`, positive; by default the median distance in each iteration.
+        iterations: Number of iterations per round.
         num_malicious: See :class:`RobustAggregator`.
 
     Raises:

@@ -21,8 +21,9 @@ from lightning_fed.method import register
 class Median(RobustAggregator):
     """Coordinate-wise median of the client models.
 
-    For an even number of clients, this is the mean of the middle two values. The rule requires at least
-    ``2 * num_malicious + 1`` clients. ``num_malicious`` does not affect the median. Reference: Yin et al., ICML 2018.
+    For an even number of clients, this is the mean of the middle two values. The median itself does not depend on
+    ``num_malicious``, but the rule requires at least ``2 * num_malicious + 1`` clients. Reference: Yin et al., ICML
+    2018.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -52,13 +53,12 @@ class Median(RobustAggregator):
 class TrimmedMean(RobustAggregator):
     """Coordinate-wise mean of the client models without the f smallest and f largest values.
 
-    The rule requires at least 2 f + 1 clients. For f = 0 the rule equals :class:`FairAvg`. Reference: Yin et al., ICML
-    2018.
+    Requires at least 2 f + 1 clients. For f = 0 the result equals :class:`FairAvg`. Reference: Yin et al., ICML 2018.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: no additional computation. The server stores all updates of a round.
-    - For: a known number of malicious clients. For heterogeneous data combine with NNM.
+    - For: a known number of malicious clients. For heterogeneous data add ``NearestNeighborMixing``.
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.

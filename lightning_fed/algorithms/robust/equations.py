@@ -16,7 +16,9 @@ from torch import Tensor
 
 
 def squared_distances(gram: Tensor) -> Tensor:
-    """Squared Euclidean distances between n updates with the inner products ``gram``, shape ``(n, n)``.
+    """Squared Euclidean distances between n updates.
+
+    ``gram`` contains the inner products between all updates, shape ``(n, n)``.
 
     Example:
         >>> rows = torch.tensor([[0.0, 0.0], [3.0, 4.0]]).double()
@@ -35,11 +37,11 @@ def squared_distances(gram: Tensor) -> Tensor:
 
 
 def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
-    """Krum's score for each client: the summed squared distances to the nearest n - f - 2 clients.
+    """Krum's score for each client.
 
-    Here n is the number of clients, and f is ``num_malicious``. ``distances`` are squared, shape ``(n, n)``. Reference:
-    Blanchard, El Mhamdi, Guerraoui & Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent",
-    NeurIPS 2017, section 4.
+    The score is the summed squared distance to the nearest n - f - 2 among n clients, for f = ``num_malicious``.
+    ``distances`` contains the squared distances, shape ``(n, n)``. Reference: Blanchard, El Mhamdi, Guerraoui &
+    Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017, section 4.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [9.0]]).double()
@@ -53,10 +55,10 @@ def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
 
 
 def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
-    """Returns the clients' indices, sorted by :func:`krum_scores` with the lowest score first.
+    """Returns the clients' indices, sorted by Krum's score with the lowest first.
 
-    ``distances`` are squared distances between client updates, shape ``(n, n)``. Clients with equal scores are sorted
-    by the distance to the nearest client, then to the second nearest, and so on.
+    ``distances`` contains squared distances between client updates, shape ``(n, n)``. Clients with equal scores are
+    sorted by the distances to the other clients, nearest first.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [5.0]]).double()
@@ -69,10 +71,11 @@ def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
 
 
 def bulyan_choice(distances: Tensor, num_malicious: int) -> Tensor:
-    """Selects n - 2 f of n clients by repeated use of Krum. Returns the sorted indices.
+    """Selects n - 2 f among n clients by repeated use of Krum.
 
-    Here f is ``num_malicious``. Clients with equal scores are chosen in the order of :func:`krum_order`. Reference: El
-    Mhamdi, Guerraoui & Rouault, "The Hidden Vulnerability of Distributed Learning in Byzantium", ICML 2018, section 4.
+    Returns the sorted indices. Here f is ``num_malicious``, and ``distances`` contains squared distances between
+    updates. Reference: El Mhamdi, Guerraoui & Rouault, "The Hidden Vulnerability of Distributed Learning in Byzantium",
+    ICML 2018, section 4.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [8.0], [100.0]]).double()
@@ -99,15 +102,15 @@ def geometric_median_weights(
 
     .. math:: v \leftarrow \frac{\sum_i w_i u_i}{\sum_i w_i}, \qquad w_i = \frac{1}{\max(\nu, \lVert v - u_i \rVert)}
 
-    Here :math:`u_i` are the updates, and :math:`v` is the estimated median. These smoothed Weiszfeld iterations stop
-    when the weights no longer change. The returned weights have the sum 1. Reference: Pillutla, Kakade & Harchaoui,
-    "Robust Aggregation for Federated Learning", IEEE Transactions on Signal Processing 2022, Algorithm 2.
+    Here :math:`u_i` are the updates, :math:`w_i` the weights, and :math:`v` is the estimated median. The returned
+    weights have the sum 1. Reference: Pillutla, Kakade & Harchaoui, "Robust Aggregation for Federated Learning", IEEE
+    Transactions on Signal Processing 2022, Algorithm 2.
 
     Args:
-        gram: Inner products between client updates, shape ``(n, n)``.
+        gram: Inner products between n updates, shape ``(n, n)``.
         smoothing: Lower bound :math:`\nu` for distances.
         max_iterations: Maximum number of iterations.
-        tolerance: Largest relative change at which weights are considered constant.
+        tolerance: Largest relative change of the weights at which the iterations stop.
 
     Example:
         >>> rows = torch.tensor([[1.0], [4.0], [7.0]]).double()
@@ -130,9 +133,9 @@ def geometric_median_weights(
 
 
 def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
-    r"""Factors :math:`\min(1, C / \lVert u_i \rVert)` that clip n updates to the norm C.
+    r"""Factors :math:`\min(1, C / \lVert u_i \rVert)`, shape ``(n,)``, that clip updates :math:`u_i` to the norm C.
 
-    C is ``radius``, by default the median norm. Reference: Sun, Kairouz, Suresh & McMahan, "Can You Really
+    C is ``radius``, by default the median of ``norms``. Reference: Sun, Kairouz, Suresh & McMahan, "Can You Really
     Backdoor Federated Learning?", 2019, section 3.
 
     Example:
@@ -144,19 +147,20 @@ def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
 
 
 def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: int) -> tuple[Tensor, Tensor]:
-    r"""Computes the new centre :math:`v` as a weighted sum of n client updates :math:`u_i` and the old centre.
+    r"""Computes weights for which the weighted sum of client updates is the new centre :math:`v`.
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right)
 
-    Reference: Karimireddy, He & Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021, eq. 5.
+    Here :math:`u_i` are the n updates. The old centre also has a weight. Reference: Karimireddy, He & Jaggi, "Learning
+    from History for Byzantine Robust Optimization", ICML 2021, eq. 5.
 
     Args:
-        gram: Inner products between client updates and, in the last row and column, the previous center.
-        radius: Largest distance :math:`\tau` to the centre; if ``None``, the median distance in each iteration.
+        gram: Inner products between the n updates and, last, the old centre, shape ``(n + 1, n + 1)``.
+        radius: Maximum distance :math:`\tau` to the centre; by default the median distance in each iteration.
         iterations: Number of iterations.
 
     Returns:
-        Weights of the n updates and, last, the old centre; and clipping factors of the n updates.
+        Weights of the n updates and the old centre, shape ``(n + 1,)``, and the n clipping factors.
 
     Example:
         >>> rows = torch.tensor([[1.0], [3.0], [0.0]]).double()  # two clients, and the center
@@ -179,14 +183,15 @@ def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: in
 
 
 def trust_weights(norms: Tensor, products: Tensor, trusted_norm: float) -> tuple[Tensor, Tensor]:
-    r"""Computes FLTrust's weights of client updates in the mean :math:`g`, and the trust scores :math:`t_i`.
+    r"""Computes FLTrust's weights of client updates, and the clients' trust scores.
 
     .. math:: g = \frac{\sum_i t_i \frac{\lVert u_0 \rVert}{\lVert u_i \rVert} u_i}{\sum_i t_i}, \qquad
         t_i = \max(0, \cos(u_i, u_0))
 
-    ``norms`` contains the norms of the client updates :math:`u_i`, and ``products`` the inner products with the trusted
-    update :math:`u_0`. All these tensors have the shape ``(n,)``. Reference: Cao, Fang, Liu & Gong, "FLTrust:
-    Byzantine-robust Federated Learning via Trust Bootstrapping", NDSS 2021, equations 2 to 4.
+    Here :math:`g` is the weighted mean, :math:`t_i` a trust score, :math:`u_i` a client update, and :math:`u_0` the
+    trusted client's update. ``norms`` contains the norms of the client updates, and ``products`` the inner products
+    with :math:`u_0`. Both have the shape ``(n,)``. Reference: Cao, Fang, Liu & Gong, "FLTrust: Byzantine-robust
+    Federated Learning via Trust Bootstrapping", NDSS 2021, equations 2 to 4.
 
     Example:
         >>> weights, scores = trust_weights(torch.tensor([2.0, 1.0]), torch.tensor([2.0, -1.0]), trusted_norm=1.0)
@@ -209,8 +214,8 @@ def trust_weights(norms: Tensor, products: Tensor, trusted_norm: float) -> tuple
 def trimmed_mean(rows: Tensor, num_trimmed: int) -> tuple[Tensor, Tensor]:
     """Coordinate-wise mean of n updates without the f smallest and f largest values.
 
-    ``rows`` has the shape ``(n, k)``, and f is ``num_trimmed``. Also returns, for each client, the number of
-    coordinates used in the mean. Reference: Yin, Chen, Ramchandran & Bartlett, "Byzantine-Robust Distributed Learning:
+    ``rows`` contains one update per row, shape ``(n, k)``, and f is ``num_trimmed``. Also returns how many coordinates
+    each client contributed. Reference: Yin, Chen, Ramchandran & Bartlett, "Byzantine-Robust Distributed Learning:
     Towards Optimal Statistical Rates", ICML 2018, definitions 1 and 2.
 
     Example:
@@ -225,9 +230,10 @@ def trimmed_mean(rows: Tensor, num_trimmed: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_around_median(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Coordinate-wise mean of the ``count`` values nearest to the median, from n updates, shape ``(n, k)``.
+    """Coordinate-wise mean of the ``count`` values nearest to the median, shape ``(k,)``.
 
-    Returns means, shape ``(k,)``, and for each client the number of coordinates in the mean, shape ``(n,)``.
+    ``rows`` contains one update per row, shape ``(n, k)``. Also returns how many coordinates each client contributed,
+    shape ``(n,)``.
 
     Example:
         >>> mean_around_median(torch.tensor([[0.0], [2.0], [3.0], [50.0]]).double(), count=2)
@@ -245,11 +251,11 @@ def mean_around_median(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
-    """Returns the matrix that replaces each update by the mean of the n - f nearest among n updates.
+    """Returns the matrix, shape ``(n, n)``, that replaces each update by the mean of the nearest n - f.
 
-    The update itself is included, and f is ``num_malicious``. Reference: Allouah, Farhadkhani, Guerraoui, Gupta,
-    Pinot & Stephan, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity", AISTATS 2023, Algorithm
-    2 ("NNM").
+    ``gram`` contains the inner products between n updates, and f is ``num_malicious``. The mean includes the update
+    itself. Reference: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot & Stephan, "Fixing by Mixing: A Recipe for Optimal
+    Byzantine ML under Heterogeneity", AISTATS 2023, Algorithm 2 ("NNM").
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [9.0]]).double()
@@ -263,9 +269,9 @@ def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
 
 
 def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Tensor:
-    """Returns the matrix that averages updates in random groups of ``bucket_size`` clients.
+    """Returns the matrix, shape ``(ceil(n / s), n)``, that averages updates in random groups of s clients.
 
-    ``size`` is the number of clients. The last group may be smaller. Reference: Karimireddy, He & Jaggi,
+    Here n is ``size``, and s is ``bucket_size``. The last group may be smaller. Reference: Karimireddy, He & Jaggi,
     "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", ICLR 2022, Algorithm 1.
 
     Example:
@@ -281,10 +287,10 @@ def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Te
 
 
 def adaptive_clipping(gram: Tensor, num_malicious: int) -> Tensor:
-    r"""Returns a diagonal matrix of clipping factors for n updates with the inner products ``gram``.
+    r"""Returns a diagonal matrix of clipping factors for n updates.
 
-    The :math:`\lfloor 2 f (n - f) / n \rfloor` updates with the largest norms are clipped to the largest norm among
-    the other updates. Here f is ``num_malicious``. Reference: Allouah,
+    The :math:`\lfloor 2 f (n - f) / n \rfloor` updates with the largest norms are clipped to the largest other norm.
+    Here f is ``num_malicious``, and ``gram`` contains the inner products between updates. Reference: Allouah,
     Guerraoui, Gupta, Jellouli, Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning", ICLR 2025,
     Algorithm 2 ("ARC").
 

@@ -23,9 +23,9 @@ class FLTrust(RobustAggregator):
     .. math:: w_{t+1} = w_t + \frac{\sum_i t_i \frac{\lVert u_0 \rVert}{\lVert u_i \rVert} u_i}{\sum_i t_i}, \qquad
         t_i = \max(0, \cos(u_i, u_0))
 
-    Here :math:`w_t` is the global model, and :math:`u_i` are the client updates. A trusted client with the server's
-    data joins every round. This client's update :math:`u_0` is not part of the sum. If all scores :math:`t_i` are 0,
-    the model does not change. If the trusted client fails, the round fails. Reference: Cao et al., NDSS 2021.
+    Here :math:`w_t` is the global model, :math:`u_i` a client update, and :math:`t_i` the client's trust score. A
+    trusted client with the server's data joins every round. This client's update :math:`u_0` is not part of the sum. If
+    the trusted client fails, the round fails. Reference: Cao et al., NDSS 2021, equations 2 to 4.
 
     - Sends: 1 model down and 1 up, for every client and the trusted client.
     - Keeps: nothing.

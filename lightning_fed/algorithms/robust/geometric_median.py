@@ -22,9 +22,8 @@ class GeometricMedian(RobustAggregator):
 
     .. math:: \arg\min_v \sum_i \lVert v - u_i \rVert \quad \text{for client models } u_i
 
-    All clients have equal weight (in the paper, weights by examples). The rule requires at least 2 f + 1 clients for
-    f = ``num_malicious``, and uses f only for BatchNorm's running statistics.
-    Reference: Pillutla et al., IEEE TSP 2022, Algorithms 1 and 2.
+    All clients have equal weight, unlike in the paper. Requires at least 2 f + 1 clients for f = ``num_malicious``. The
+    number f only affects BatchNorm's running statistics. Reference: Pillutla et al., IEEE TSP 2022, Algorithms 1 and 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -33,7 +32,7 @@ class GeometricMedian(RobustAggregator):
 
     Args:
         num_malicious: See :class:`RobustAggregator`.
-        smoothing: Lower bound :math:`\nu` for distances, positive.
+        smoothing: Lower bound for distances in the computation, positive.
 
     Raises:
         ValueError: If ``smoothing`` is not positive.

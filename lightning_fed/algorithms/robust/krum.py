@@ -29,7 +29,7 @@ from lightning_fed.method import register
 class Krum(RobustAggregator):
     """Client model with the smallest sum of squared distances to the nearest n - f - 2 client models.
 
-    Here n is the round's number of clients, and f is ``num_malicious``. The rule requires at least 2 f + 3 clients.
+    Here n is the number of clients in the round, and f is ``num_malicious``. Requires at least 2 f + 3 clients.
     Reference: Blanchard et al., NeurIPS 2017, section 4.
 
     - Sends: 1 model down, 1 up.
@@ -61,17 +61,17 @@ class Krum(RobustAggregator):
 class MultiKrum(RobustAggregator):
     """Mean over the clients with the lowest :class:`Krum` scores.
 
-    The rule requires at least 2 f + 3 clients for f = ``num_malicious``. For f = 0 the result equals :class:`FairAvg`.
+    Requires at least 2 f + 3 clients for f = ``num_malicious``. For f = 0 the result equals :class:`FairAvg`.
     Reference: Blanchard et al., NeurIPS 2017.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: no additional computation. The server stores all updates of a round.
-    - For: a known number of malicious clients. For heterogeneous data combine with NNM.
+    - For: a known number of malicious clients. For heterogeneous data add ``NearestNeighborMixing``.
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
-        num_selected: Number of clients in the mean; if ``None``, the round's number of clients minus f.
+        num_selected: Number of clients in the mean; by default all but f clients.
 
     Raises:
         ValueError: If ``num_selected`` is not a positive integer.
@@ -104,11 +104,11 @@ class MultiKrum(RobustAggregator):
 
 @register
 class Bulyan(RobustAggregator):
-    """Coordinate-wise mean over the values nearest to the median, from clients selected by repeated Krum.
+    """Coordinate-wise mean of the values nearest to the median, over clients selected by :class:`Krum`.
 
-    With n clients and f = ``num_malicious``, Krum selects n - 2 f clients. For each coordinate the n - 4 f values
-    nearest to the median are averaged. The rule requires at least 4 f + 3 clients. For f = 0 the result equals
-    :class:`FairAvg`. Reference: El Mhamdi et al., ICML 2018.
+    Krum selects n - 2 f among n clients one by one, for f = ``num_malicious``. For each coordinate the n - 4 f values
+    nearest to the median are averaged. Requires at least 4 f + 3 clients. For f = 0 the result equals :class:`FairAvg`.
+    Reference: El Mhamdi et al., ICML 2018.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

@@ -27,11 +27,10 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 class Mixture(CollectingStep):
-    """Base class of update steps that replace a round's updates by weighted sums over these updates.
+    """Base class of update steps that replace updates by weighted sums of updates.
 
-    With ``joins = False``, each mixed update replaces one client's update. BatchNorm statistics and integer entries are
-    not mixed. With ``joins = True`` (:class:`Bucketing`), a mixed update replaces the updates from all clients with a
-    nonzero weight: BatchNorm statistics are averaged over these clients, and integer entries take the majority value.
+    With ``joins = False``, each weighted sum replaces one client's update, except BatchNorm statistics and integers.
+    With ``joins = True``, each weighted sum replaces the updates from all clients with a nonzero weight.
     """
 
     refuses = ("has_clusters", "has_versions", "resizes")
@@ -95,17 +94,19 @@ class TolerantMixture(Mixture):
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
 
     def tolerated(self, count: int) -> int:
-        """Returns how many of ``count`` updates may be malicious; by default, fewer than half."""
+        """Returns how many of ``count`` updates may be malicious; by default the largest number below half."""
         if self.num_malicious is None:
             return (count - 1) // 2
         return min(max(0, self.num_malicious - len(self.info.refused)), count - 1)
 
 
 class NearestNeighborMixing(TolerantMixture):
-    """Replaces each of n updates by the mean of the update and the n - f - 1 nearest updates (NNM, AISTATS 2023).
+    """Replaces each update by the mean of the nearest updates (NNM).
+
+    The mean contains the update itself and the nearest n - f - 1 of n updates. Reference: Allouah et al., AISTATS 2023.
 
     Args:
-        num_malicious: Number f of malicious clients; if ``None``, the largest integer below n / 2.
+        num_malicious: Number f of malicious clients; by default the largest integer below n / 2.
 
     Raises:
         ValueError: If ``num_malicious`` is negative.
@@ -116,12 +117,12 @@ class NearestNeighborMixing(TolerantMixture):
 
 
 class AdaptiveClipping(TolerantMixture):
-    r"""Clips the updates with the largest norms to the largest norm among the other updates (ARC).
+    r"""Clips the updates with the largest norms (ARC).
 
-    Among n updates, :math:`\lfloor 2 f (n - f) / n \rfloor` are clipped.
+    Clips :math:`\lfloor 2 f (n - f) / n \rfloor` of n updates to the largest norm among the other updates.
 
     Args:
-        num_malicious: Number f of malicious clients; if ``None``, the largest integer below n / 2.
+        num_malicious: Number f of malicious clients; by default the largest integer below n / 2.
 
     Raises:
         ValueError: If ``num_malicious`` is negative.
@@ -132,7 +133,9 @@ class AdaptiveClipping(TolerantMixture):
 
 
 class Bucketing(Mixture):
-    """Averages random groups of clients; the rule receives one update per group (Karimireddy et al., ICLR 2022).
+    """Averages updates in random groups of clients.
+
+    The aggregation rule receives one update per group. Reference: Karimireddy et al., ICLR 2022.
 
     Args:
         bucket_size: Number of clients per group. The last group may be smaller.

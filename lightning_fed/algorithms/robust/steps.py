@@ -16,15 +16,15 @@ _ROUNDING = 1e-12  # tolerance for a sum of weights
 
 
 class Steps:
-    """Client updates (local minus global) as rows of a matrix that is computed in chunks and never stored.
+    """Client updates as rows of a matrix, computed in chunks.
 
-    Memory is needed only for the n client states, some columns of the matrix in float64, and the n x n inner products.
-    Results are new states in float64: the global model plus a combination of updates.
+    A row is a client's model minus the global model. The whole matrix is never stored. Results are new models in
+    float64.
 
     Args:
         start: Global model.
-        states: Client states, one per row.
-        names: Floating-point or complex entries to compare.
+        states: Client models, one per row.
+        names: Floating-point or complex tensors to compare.
 
     Example:
         >>> steps = Steps({"w": torch.tensor([1.0])}, [{"w": torch.tensor([2.0])}, {"w": torch.tensor([4.0])}], ["w"])
@@ -92,13 +92,15 @@ class Steps:
     def by_coordinate(
         self, combine: Callable[[Tensor], tuple[Tensor, Tensor]], chosen: Tensor | None = None
     ) -> tuple[State, Tensor]:
-        """Combines the client models at each coordinate. Also returns each client's fraction of coordinates used.
+        """Combines the client models at each coordinate.
+
+        Returns the new model, and for each client the fraction of coordinates used.
 
         Args:
-            combine: Maps n client models at k coordinates, shape ``(n, k)``, to the combined model, shape ``(k,)``, and
-                for each client the number of coordinates used, shape ``(n,)``. If all models shift by a constant, the
-                combined model must shift by this constant.
-            chosen: Indices of the updates to use; if ``None``, all.
+            combine: Function from n client models at k coordinates, shape ``(n, k)``, to the combined model, shape
+                ``(k,)``, and each client's number of coordinates used, shape ``(n,)``. A constant added to all models
+                must be added to the combined model.
+            chosen: Indices of the updates to use; by default all.
         """
         indices = torch.arange(len(self)) if chosen is None else chosen
         counts = torch.zeros(len(indices), dtype=torch.float64)

@@ -31,7 +31,7 @@ _IRRELEVANT_WARNINGS = (
 class _Entry:
     """Options and latest value for one name logged with ``LightningModule.log``.
 
-    ``metric`` is a logged metric's attribute path. ``position`` is the last client's index in the round.
+    ``metric`` is the attribute path of a logged metric object. ``position`` is the last client's index in the round.
     """
 
     options: dict[str, Any]
@@ -46,10 +46,10 @@ LogPart: TypeAlias = tuple[Mapping[str, _Entry], Mapping[str, LoggedValue]]
 
 
 class DistributedLog(RevertingCallback):
-    """Replaces ``LightningModule.log`` during batches, because processes without clients log no values.
+    """Replaces ``LightningModule.log`` during batches, for training in several processes.
 
-    Lightning logs values per step in the first process. Numbers per epoch are reduced over all processes at the end of
-    a round or evaluation; means are weighted by batch size. Lightning combines metric objects over all processes.
+    Values per step are logged in the first process. Values per epoch are combined over all processes at the end of a
+    round or evaluation.
     """
 
     def __init__(self) -> None:

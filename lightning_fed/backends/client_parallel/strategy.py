@@ -26,21 +26,17 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
     """Trains each round's clients in several processes.
 
     Every process trains some of the round's clients, with the same results as a single process. The processes exchange
-    data once per round. Gradients are never synchronised, and the module is not wrapped.
+    data once per round.
 
-    During local training a process runs independently: ``trainer.world_size`` is 1, and ``sync_dist=True``,
-    ``self.all_gather`` and torchmetrics only use values from this process. Between rounds, in validation and in tests,
-    the strategy behaves like Lightning's ``DDPStrategy``, with the same launchers and cluster environments. The
-    processes communicate by gloo on CPUs and by NCCL on GPUs.
-
-    Registered as ``"client_parallel"``.
+    During local training, ``trainer.world_size`` is 1: ``sync_dist=True``, ``self.all_gather`` and torchmetrics only
+    use values from one process. Between rounds, in validation and in tests, the strategy behaves like ``DDPStrategy``.
 
     Args:
-        balance: Quantity to balance between processes. ``"batches"`` is the number of batches; two runs agree bit for
-            bit. ``"time"`` is the measured training time; two runs agree up to float64 rounding.
+        balance: Quantity to balance between processes, ``"batches"`` (number of batches) or ``"time"`` (measured
+            training time). Only with ``"batches"``, two runs agree bit for bit.
         process_group_backend: Backend for ``torch.distributed``; by default chosen for the device.
         timeout: Maximum time to wait for other processes. Must exceed a process's training time in a round.
-        **options: Other arguments of ``DDPStrategy``; the Trainer sets the devices and plugins.
+        **options: Other arguments of ``DDPStrategy``.
 
     Raises:
         ValueError: If ``balance`` is unknown.

@@ -37,12 +37,12 @@ _ROUNDING = 1e-4  # largest relative difference between the norms of equal model
 
 @dataclass
 class _Share:
-    """Results of one process's trained clients, sent to all other processes at the end of the round.
+    """Results of one process in a round, sent to all other processes.
 
-    - ``visit_costs``: seconds per batch, by client.
+    - ``visit_costs``: training time in seconds per batch, by client.
     - ``finals``: final learning-rate scheduler states, by the client's index in the round.
     - ``stored``: state kept for each client.
-    - ``noted``: for each callback, the value from ``share_round`` to send to all processes, or ``None``.
+    - ``noted``: for each callback, the value yielded by ``share_round``, or ``None``.
     """
 
     is_cut: bool
@@ -213,8 +213,8 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
     """Refuses settings and callbacks that do not work with several processes.
 
     Raises:
-        MisconfigurationException: If other processes cannot read the client store, if a callback saves checkpoints
-            within a round, or if a callback collects updates without sharing the collected values (``share_round``).
+        MisconfigurationException: If other processes cannot read the client store. If a callback saves checkpoints
+            within a round, or collects updates without ``share_round``.
     """
     if type(store).share is ClientStore.share:
         raise MisconfigurationException(

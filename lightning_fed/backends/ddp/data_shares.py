@@ -17,10 +17,10 @@ from lightning_fed.messages import Client
 
 
 def share_population(population: Population, rank: int, size: int, seed: int) -> Population:
-    """Restricts each client's batches to the examples for process ``rank`` among ``size`` processes.
+    """Limits each client's batches to one process's share of the examples.
 
-    The number of examples in messages remains the whole client's number. Shares have equal numbers of batches, so some
-    examples may occur twice. Shuffling dataloaders use ``seed``, the seed of the client's training in this round.
+    ``rank`` is the number of the process among ``size`` processes. All shares have the same number of batches, so some
+    examples may occur twice. Shuffling dataloaders use ``seed``.
 
     Raises:
         OptionError: If a client's dataloader has no map-style data set, or has a custom sampler.
@@ -51,10 +51,10 @@ class SharedSource(ClientSource):
 
 
 def deal(positions: np.ndarray, rank: int, size: int, least: int = 1) -> np.ndarray:
-    """Returns the share of ``positions`` (indices of examples) for process ``rank`` among ``size`` processes.
+    """Returns the share of ``positions`` for process ``rank`` among ``size`` processes.
 
-    A share contains every ``size``-th position. All shares have equal length, at least ``least``. If positions are too
-    few, the first positions are repeated. BatchNorm needs ``least=2``.
+    ``positions`` are indices of examples. All shares have equal length, at least ``least``. If positions are too few,
+    the first positions are repeated. BatchNorm needs ``least=2``.
 
     Example:
         >>> [deal(np.arange(5), rank, 2).tolist() for rank in range(2)]

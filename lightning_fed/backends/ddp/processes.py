@@ -51,7 +51,7 @@ class Processes:
     Args:
         size: Number of processes.
         arguments: Pickled arguments for ``serve``.
-        serve: Function called once in each process. Returns the function to call for each training task.
+        serve: Function called once in each process. Returns the function that handles training tasks.
     """
 
     def __init__(self, size: int, arguments: bytes, serve: Serve) -> None:
@@ -62,8 +62,8 @@ class Processes:
     def run(self, order: Any, judge: Callable[[Sequence[str]], None]) -> Any:
         """Sends a training task to all processes, and returns the first process's answer.
 
-        Before training, ``judge`` checks the names of the tensors to send against the site's policy. If a process
-        fails, all are stopped, and ``ClientFault`` is raised.
+        Before training, ``judge`` checks the names of the tensors to send. If a process fails, all are stopped, and
+        ``ClientFault`` is raised.
         """
         if not self._running:
             self._start()

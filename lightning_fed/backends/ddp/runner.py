@@ -41,7 +41,7 @@ _DEVICES = ("accelerator", "devices", "strategy", "num_nodes", "plugins")
 def build_runner(federation: Federation, model: Any, data: Any, trainer: Any, **options: Any) -> ClientRunner:
     """Builds a client's runner, with several processes if the Trainer's arguments select several devices.
 
-    A machine with one device ignores ``strategy``, so machines with different numbers of GPUs may share arguments.
+    A machine with one device ignores ``strategy``.
     """
     kind: type[ClientRunner] = ClientRunner
     if isinstance(trainer, Mapping) and trainer.get("devices", 1) != 1:
@@ -53,11 +53,11 @@ def build_runner(federation: Federation, model: Any, data: Any, trainer: Any, **
 
 
 def _select_devices(trainer: Mapping[str, Any]) -> L.Trainer:
-    """Creates a Trainer to find the devices selected by the arguments ``trainer``.
+    """Creates a Trainer to find the devices selected by a client's Trainer arguments.
 
     Raises:
-        MisconfigurationException: If ``num_nodes`` is above 1, or several devices are combined with a strategy other
-            than DDP, or ``sync_batchnorm`` with CPUs.
+        MisconfigurationException: If several machines are selected, or several devices with a strategy other than DDP,
+            or CPUs with ``sync_batchnorm``.
     """
     probe = L.Trainer(**{name: trainer[name] for name in _DEVICES if name in trainer}, logger=False)
     if probe.num_nodes > 1:
@@ -83,11 +83,10 @@ class DistributedRunner(ClientRunner):
     """Client side that trains in several processes.
 
     The processes start with the first training and keep running. Only the main process communicates with the server and
-    evaluates models, on one device. If a process fails, all processes are ended, and the client misses the round.
+    evaluates models. If a process fails, the client misses the round.
 
     Raises:
-        MisconfigurationException: If a callback needs all data of a visit, because each process reads only a share, or
-            if an argument cannot be pickled.
+        MisconfigurationException: If a callback needs all data of a client, or if an argument cannot be pickled.
     """
 
     def __init__(
@@ -141,9 +140,10 @@ class RankRunner(ClientRunner):
             self.store_kind = _ReadStore
 
     def train(self, packet: Packet, node: Mapping[str, Any], judge: Any) -> tuple[Any, ...]:
-        """Trains on this process's share of the client's data, after ``judge`` accepts the tensors to send.
+        """Trains on this process's share of the client's data.
 
-        Returns the number of steps, the update, the error if training failed, and learning-rate scheduler states.
+        Before sending, ``judge`` checks the names of the tensors. Returns the number of steps, the update, the error if
+        training failed, and learning-rate scheduler states.
         """
         self.keep_log()
         population, datamodule = self._data_at(node)

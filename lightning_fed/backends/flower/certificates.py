@@ -21,8 +21,7 @@ _HERE = ("localhost", "127.0.0.1", "::1")
 def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> list[Path]:
     """Writes the server's certificate and key for the host ``names``. Creates a missing certificate authority.
 
-    The authority's certificate (``ca.crt``) is valid ten times longer than ``days``, so that nodes can keep the file
-    when the server's certificate changes.
+    The authority's certificate (``ca.crt``) is valid ten times longer than ``days``.
     """
     if (folder / "server.crt").exists():
         raise FileExistsError(

@@ -63,10 +63,7 @@ class Registry:
         self._known: dict[bytes, float] = {}
 
     async def find_node(self, headers: Mapping[bytes, bytes]) -> bytes | None:
-        """Returns the public key of the registered node that signed a call, or ``None``.
-
-        An unreadable database raises an error.
-        """
+        """Returns the public key of the registered node that signed a call, or ``None``."""
         try:
             key = b64decode(headers[b"flwr-public-key"], validate=True)
             signature, signed = b64decode(headers[b"flwr-signature"], validate=True), headers[b"flwr-timestamp"]
@@ -118,10 +115,10 @@ class Connection(socket.socket):
 
 
 class Listener(socket.socket):
-    """Listening socket that limits the number of *strangers* (unauthenticated connections).
+    """Listening socket with a limited number of unauthenticated connections (*strangers*).
 
     A connection is a stranger, except during a call signed by a registered node. At the limit, a new connection
-    replaces the oldest stranger. ``strangers`` maps remote addresses to connections, oldest first.
+    replaces an old stranger. ``strangers`` maps remote addresses to connections.
     """
 
     strangers: ClassVar[dict[tuple[Any, ...], Connection]] = {}

@@ -33,26 +33,27 @@ def server_app(
 ) -> ServerApp:
     """Server side as a Flower app.
 
-    The app waits for the clients and then trains like ``Trainer.fit``: after every round, Lightning validates, logs and
-    saves the global model in ``folder``. A restarted app resumes from the last complete round in ``folder``. To start a
-    new run, use another folder.
+    The app waits for the clients and then trains like ``Trainer.fit``. After every round, Lightning validates, logs and
+    saves the global model in ``folder``. A restarted app resumes from the last complete round in ``folder``. For a new
+    run, use another folder.
 
     A client without a valid answer within the time limit is excluded from the round.
 
     Args:
         federation: The federation. The client side needs the same arguments.
-        model: The LightningModule, or a function returning the module (called with the federation's seed set).
+        model: The LightningModule, or a function that builds the module (called with the federation's seed set).
         val_data: Validation data for the global model, as for :class:`~lightning_fed.data.FederatedDataModule`, or a
-            datamodule with a validation loader (``setup`` receives the stage ``"validate"``).
+            datamodule with a validation loader.
         trainer: Arguments for ``L.Trainer``; ``max_epochs`` is the number of rounds.
-        clients: The client names, or the number of clients. Training starts when all clients are connected, and ignores
-            later clients. A mapping assigns each client a SuperNode: the public key (text of the ``.key.pub`` file) or
-            the number (from ``flwr supernode register``). No other node can then act for the client.
+        clients: The client names, or the number of clients. Training starts when all clients are connected. Clients
+            that connect later are ignored, and a resumed run waits for the original clients. A mapping binds each
+            client to a SuperNode, by public key (text of the ``.key.pub`` file) or number (from ``flwr supernode
+            register``). No other node can then act for the client or receive the client's messages.
         folder: Folder for checkpoints, including ``last.ckpt``.
         callbacks: Additional callbacks.
         time_limit: Seconds per round for the clients' answers, or a :class:`Deadline`.
         patience: Seconds to wait for all clients to connect.
-        key: File with a private key (``ssh-keygen -t ed25519 -N ""``) that signs messages. Required if a site policy
+        key: File with a private key that signs messages (``ssh-keygen -t ed25519 -N ""``). Required if a site policy
             lists the server's public key.
 
     Raises:

@@ -38,9 +38,8 @@ _GRACE_SECONDS = 10.0
 def start_server(keys: Path, address: str, host: str | None = None, port: int = 8000) -> None:
     """Runs SuperLink, SuperExec and gateway until one of these processes ends.
 
-    The SuperLink listens on the loopback address at ``port``, and stores state in ``server`` in Flower's folder. The
-    gateway listens on ``host``, by default the host in ``address``. :func:`write_certificates` creates the folder
-    ``keys``.
+    The SuperLink listens on the loopback address at ``port``. The gateway listens on ``host``, by default the host in
+    ``address``. :func:`write_certificates` creates the folder ``keys``.
     """
     name, gateway_port = split_address(address)
     ca, certificate, key = (str((keys / file).resolve()) for file in ("ca.crt", "server.crt", "server.key"))
@@ -69,8 +68,8 @@ def start_server(keys: Path, address: str, host: str | None = None, port: int = 
 def start_node(app: Path, keys: Path, address: str, client: str, config: str = "") -> None:
     """Runs worker, SuperNode and SuperExec until one of these processes ends.
 
-    The SuperNode listens on the loopback address, and stores a secret in ``node-<client>`` in Flower's folder. The
-    secret prevents other users of the machine from answering for the client.
+    The SuperNode listens on the loopback address. A secret in ``node-<client>`` in Flower's folder prevents other users
+    of the machine from answering for the client.
     """
     split_address(address)
     ca, key = (str((keys / file).resolve()) for file in ("ca.crt", f"{client}.key"))
@@ -157,10 +156,10 @@ def _run_together(
     ready: str,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Starts one process per command, each after the previous process accepts connections. Then logs ``ready``.
+    """Starts one process per command and waits until one process ends.
 
-    ``listening`` contains each process's address, or ``None``. If one process exits, all processes end with
-    ``SystemExit``. A ``SIGTERM`` or an interrupt also ends all processes.
+    ``listening`` contains each process's address, or ``None``. The next process starts when this address accepts
+    connections. When all processes run, logs ``ready``. If one process exits, all processes end with ``SystemExit``.
     """
     environment = {**flower_environment(), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []

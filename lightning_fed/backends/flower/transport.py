@@ -67,10 +67,10 @@ def from_records(content: RecordDict) -> Packet:
 
 
 class FlowerTransport(Transport):
-    """Sends packets over Flower's message interface. Asks each new node for the names of the node's clients.
+    """Sends packets over Flower's message interface. Asks each new node for the names of its clients.
 
-    ``bound`` maps a client to the only permitted node: a public key (text of a ``.pub`` file) or Flower's node number.
-    If ``bound`` is ``None``, the first node that names a client serves the client.
+    ``bound`` maps a client to the only permitted node, by public key or by Flower's node number. By default, the first
+    node that names a client serves the client.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
-    """Answers messages for the client app one at a time, received at the Unix socket ``socket``.
+    """Answers messages for the client app, received at a Unix socket.
 
     Raises ``PermissionError`` if other users have access to the socket's folder.
     """

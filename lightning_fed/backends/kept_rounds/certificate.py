@@ -16,11 +16,11 @@ RECORD = "round.json"
 
 
 def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
-    """Returns a run's certificate: signed JSON text about all rounds stored in ``folder``.
+    """Returns a certificate: signed JSON text about all rounds stored in ``folder``.
 
     - ``participants``: for each client, the number of rounds with a valid update, and with an exclusion.
-    - ``rounds``: for each round, the clients and exclusions, method, rule, update steps, package versions, metrics, and
-      digests of models, updates and the sites' message logs.
+    - ``rounds``: for each round, the clients, exclusions, method, package versions, metrics, and digests of models and
+      updates.
     - ``files``: digest of each file.
     """
     rounds = [json.loads(path.read_text()) for path in sorted(folder.glob(f"round-*/{RECORD}"))]

@@ -33,11 +33,11 @@ class KeepRounds(FederatedCallback):
     """Stores every round's updates and models on the server, for `lightning-fed replay` and `lightning-fed certify`.
 
     The updates of single clients may reveal private data: protect the folder like the data. Each round also has a JSON
-    file (clients, method, versions, metrics, digests), kept after the deletion of updates and models.
+    file with metrics and digests, kept after the deletion of updates and models.
 
     Args:
         folder: The folder.
-        max_bytes: Maximum size of updates and models in bytes. After each round, the oldest are deleted if necessary.
+        max_bytes: Maximum size of updates and models in bytes. If necessary, the oldest are deleted after a round.
 
     Example:
         >>> import tempfile
@@ -99,9 +99,9 @@ class KeepRounds(FederatedCallback):
         self._last_validation = trainer.current_epoch
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Writes a file with the round's clients, metrics and digests, after validation.
+        """Writes a file with the round's clients, metrics and digests.
 
-        Deletes the oldest updates and models if above ``max_bytes``.
+        Deletes the oldest updates and models if their size is above ``max_bytes``.
         """
         if not self._record:
             return
@@ -136,10 +136,10 @@ def load_round(folder: Path, round: int) -> tuple[dict[str, Any], list[ClientUpd
 def replay_round(
     folder: Path, round: int, federation: Federation, without: Collection[Client] = ()
 ) -> tuple[State, State]:
-    """Repeats a stored round's aggregation without the clients in ``without``. Returns the stored and the new model.
+    """Repeats a stored round's aggregation without the clients in ``without``.
 
-    ``federation`` must have the run's update steps. If the aggregation rule differs from the run's rule, the new rule
-    starts without state. Rounds with a secure sum or noise cannot be repeated.
+    Returns the stored and the new model. ``federation`` must have the stored run's update steps. Another aggregation
+    rule starts without state. Rounds with a secure sum or noise cannot be repeated.
     """
     content, updates = load_round(folder, round)
     chain = federation.server.chain

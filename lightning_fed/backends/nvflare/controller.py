@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 class FederationController(Controller):  # type: ignore[misc]
     """Server side as an NVFLARE controller. Each message is a task for one site.
 
-    The controller trains like ``Trainer.fit``: after every round, Lightning validates, logs and saves the global model
-    in ``folder``. A resubmitted job resumes from the last complete round. To start a new run, use another folder.
+    The controller trains like ``Trainer.fit``. After every round, Lightning validates, logs and saves the global model
+    in ``folder``. A resubmitted job resumes from the last complete round. For a new run, use another folder.
 
     Args:
         federation: The federation. The client side needs the same arguments.
@@ -38,11 +38,11 @@ class FederationController(Controller):  # type: ignore[misc]
             datamodule with a validation loader.
         trainer: Arguments for ``L.Trainer``; ``max_epochs`` is the number of rounds.
         clients: Client names, equal to the site names, or a mapping from client to site name.
-        folder: Folder for checkpoints (``last.ckpt``), outside the job's folder, because NVFLARE deletes that folder.
+        folder: Folder for checkpoints (``last.ckpt``), outside the job's folder (deleted by NVFLARE).
         callbacks: Additional callbacks.
         time_limit: Seconds per round for the clients' answers, or a :class:`Deadline`.
         patience: Seconds to wait for all sites to connect.
-        key: File with a private key (``ssh-keygen -t ed25519 -N ""``) that signs messages. Required if a site policy
+        key: File with a private key that signs messages (``ssh-keygen -t ed25519 -N ""``). Required if a site policy
             lists the server's public key.
 
     Raises:

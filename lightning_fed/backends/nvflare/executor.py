@@ -30,20 +30,21 @@ _log = logging.getLogger(__name__)
 class FederationExecutor(Executor):  # type: ignore[misc]
     """Client side as an NVFLARE executor, for the machine with the data.
 
-    A client's training in a round is a fit with an ordinary ``L.Trainer``: accelerator, precision and loggers are local
-    settings. Client state stays in ``store``, and the server cannot request it.
+    Each local training is a fit with an ordinary ``L.Trainer``. Client state stays in ``store``, and the server cannot
+    request it.
 
     Args:
         federation: The federation, with the same arguments as on the server.
         model: The LightningModule, or a function that builds the module (called with the federation's seed set).
         data: Mapping from client to data, or a ``FederatedDataModule``; with a ``partition`` in the federation, a plain
-            datamodule. Alternatively a function from the site configuration (``{"site": name}``) to one of these.
-        trainer: Arguments for ``L.Trainer``; with several ``devices``, a client trains with DDP.
+            datamodule. A function may return one of these for the site configuration (``{"site": name}``).
+        trainer: Arguments for ``L.Trainer``. With several ``devices``, a client trains with DDP.
         callbacks: Additional callbacks.
-        store: Folder for client state; by default ``lightning-fed`` in the site's workspace, shared by all jobs.
+        store: Folder for client state, shared by all jobs; by default ``lightning-fed`` in the site's workspace.
         bounds: Limits for work requested by the server; unlimited by default.
         policy: File with the site policy (:mod:`lightning_fed.backends.site`), by default ``site_policy.toml`` in
-            ``store``. If a given file is missing, no answer is sent. Without any policy, all answers are sent.
+            ``store``. If a given file is missing, no answer is sent. If ``store`` never had a policy, all answers
+            are sent.
 
     Example:
         >>> import torch

@@ -34,8 +34,7 @@ def from_shareable(content: Shareable) -> Packet:
 class FlareTransport(Transport):
     """Sends packets as tasks from a controller.
 
-    NVFLARE's certificates identify the site that sends an answer. ``sites`` maps clients to site names. After a lost
-    connection, a site continues the task or sends the finished answer.
+    ``sites`` maps clients to site names. NVFLARE's certificates identify the site that sends an answer.
     """
 
     def __init__(

@@ -23,11 +23,11 @@ _TICK = 3.0  # seconds between a change of a connection and the server's reactio
 class Message:
     """Message from the server to a client, with the times of delivery and answer.
 
-    Times are in simulated seconds, and ``None`` before the event.
+    Times are in simulated seconds, or ``None`` before the event.
 
-    - ``start``: start number of the client's process when the message was sent.
-    - ``arrived_at``: the server can read the client's first answer, ``reply``.
-    - ``closed_at``: the server has an answer or stops waiting.
+    - ``start``: number of starts of the client's process before the message was sent.
+    - ``arrived_at``: the first answer, ``reply``, arrives at the server.
+    - ``closed_at``: the server accepts an answer or stops waiting.
     - ``given_up_at``: the server considers the connection lost.
     - ``is_damaged``: whether the network has changed the answer.
     """
@@ -174,9 +174,9 @@ class Site:
 
 
 class RehearsalTransport(Transport):
-    """Simulated network. Waiting only advances the simulated clock.
+    """Simulated network in which waiting only advances the simulated clock.
 
-    Reports the server's mistakes, such as a lost answer or a missed deadline, to ``check``.
+    Reports the server's mistakes to ``check``, such as a missed deadline.
     """
 
     def __init__(

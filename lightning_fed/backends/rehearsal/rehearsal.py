@@ -54,11 +54,11 @@ _MOST_VERSIONS = 4  # of a client's stored state in a run, independent of the nu
 
 @dataclass(frozen=True)
 class Plan:
-    """Deployment to simulate.
+    """Deployment to simulate, and options for the simulation.
 
-    ``federation`` and ``model`` are called in every simulated process. ``data`` returns a client's data; by default the
-    data are artificial. ``model_bytes`` is the real model's size, by default the size of ``model``. ``trains`` selects
-    real training; by default :func:`train_stand_in` computes artificial updates.
+    ``federation`` and ``model`` are functions, called in every simulated process. ``data`` returns a client's data, by
+    default artificial data. ``model_bytes`` is the real model's size, by default the size of ``model``. With
+    ``trains``, clients train ``model``; by default :func:`train_stand_in` computes artificial updates.
     """
 
     sites: Sites
@@ -84,7 +84,7 @@ class RoundResult:
 
 @dataclass
 class Outcome:
-    """Result of one rehearsal (a simulated federated fit).
+    """Result of one simulated federated fit.
 
     - ``megabytes``: traffic in both directions, for the real model.
     - ``failure``: reason if the rehearsal ended before the last round.

@@ -46,10 +46,10 @@ class StandIn(L.LightningModule):
 
 
 def train_stand_in(state: State, visit: Visit, stored: Mapping[str, Tensor]) -> tuple[State, State]:
-    """Replaces a client's training in a simulated deployment: computes a new model, and tensors to store on the client.
+    """Computes an artificial model and client state instead of training.
 
-    The new model depends on the received model, a seed, and the client's stored number of trainings. A lost, repeated
-    or changed update therefore changes all later global models. On average, one in four trainings stores no tensors.
+    The result depends on the received model, a seed, and the client's stored number of trainings. A lost, repeated or
+    changed update therefore changes all later global models.
     """
     generator = torch.Generator().manual_seed(visit.seed)
     count = stored.get(_COUNT, torch.zeros((), dtype=torch.int64)) + 1

@@ -14,7 +14,7 @@ _LAST_EVENTS = 6
 
 
 def find_quantile(values: Sequence[float], share: float) -> float:
-    """Smallest value ``v`` for which at least the fraction ``share`` of all values is at most ``v``.
+    """Returns the smallest value ``v`` with at least the fraction ``share`` of values at or below ``v``.
 
     Example:
         >>> find_quantile([3.0, 1.0, 2.0, 4.0], 0.5), find_quantile([3.0, 1.0], 1.0)
@@ -31,10 +31,10 @@ def rank_outcomes(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def suggest_deadline(plan: Plan, outcomes: Sequence[Outcome]) -> str:
-    """Suggests arguments for :class:`Deadline` from the answer times in all rehearsals (simulated fits).
+    """Suggests arguments for :class:`Deadline` from the answer times in simulated fits.
 
-    ``seconds`` is 1.2 times the 99 % quantile of the clients' answer times. In 95 % of the rounds, the server received
-    at least ``min_clients`` valid updates. ``rest`` is the 95 % quantile of the answer times minus the median.
+    ``seconds`` is 1.2 times the 99 % quantile of the answer times. In 95 % of the rounds, at least ``min_clients``
+    valid updates arrived. ``rest`` is the difference between the 95 % quantile and the median.
     """
     times = [seconds for outcome in outcomes for seconds in outcome.answer_seconds]
     if not times:

@@ -50,10 +50,10 @@ class _Change:
 
 
 class Machine:
-    """A simulated machine with a process, a disk, a clock and a connection.
+    """Simulated machine with a process, a disk, a clock and a connection.
 
     - ``starts``: number of starts of the process.
-    - ``is_dead``: whether the process was killed. Running exception handlers then cannot change files.
+    - ``is_dead``: whether the process was killed and cannot change files.
     - ``lost``: for each file, the largest number of changes undone by one power failure.
     """
 

@@ -43,11 +43,11 @@ _PROTOCOL = (NOT_HELD, NOT_HERE)  # texts on which the server acts; neither text
 
 
 class SiteGate:
-    """Checks messages against the site's policy, and appends each message to the site's log (record).
+    """Checks messages by the site's policy, and writes each message to the site's log (record).
 
     The policy is read before a server's message is handled, and again before the answer is sent. If the policy is
     unreadable or the log is damaged, the server receives only a constant text. With ``is_required=False``, checks begin
-    as soon as a policy, a log or a file with a similar name exists.
+    as soon as a policy or log exists.
     """
 
     def __init__(self, path: Path, is_required: bool, half: Half, store: Path) -> None:
@@ -145,8 +145,8 @@ class SiteGate:
     ) -> tuple[dict[str, Any], list[str]]:
         """Checks a server's message, and the client's ``reply`` if given, by the policy.
 
-        Raises ``Refusal`` if forbidden. Returns two values for the site's log: a dictionary from policy rule to the
-        setting that allowed the message or reply, and the names of all tensors and metrics in the reply.
+        Raises ``Refusal`` if forbidden. Returns, for each policy rule, the setting that allowed the message or reply.
+        Also returns the names of all tensors and metrics in the reply.
         """
         if isinstance(reply, Refusal):
             raise reply

@@ -80,9 +80,8 @@ class Order:
     """Server's request to a site, such as for an update.
 
     ``answer`` is the kind of the requested answer, and ``text`` the message without signature. ``client`` is ``None``
-    if the server asks for the clients' names. ``sum_size`` is the number of clients in a secure sum, or ``None`` if
-    unknown. ``stage`` names the step of the secure sum. ``head`` is the number and digest of the last line in the
-    site's log known to the server.
+    if the server asks for the clients' names. ``sum_size`` is the number of clients in a secure sum, if known.
+    ``stage`` names the step of the secure sum. ``head`` identifies the last line in the site's log known to the server.
     """
 
     answer: str
@@ -141,21 +140,20 @@ class SitePolicy:
 
     Args:
         digest: Hash of the policy file.
-        servers: Public keys, as lines from ``.pub`` files; ``"*"`` for all servers, also without a signature.
+        servers: Public keys, as lines from ``.pub`` files. ``"*"`` allows all servers, also without a signature.
         runs: Allowed run names.
         methods: Allowed method names, case-insensitive.
         answers: Allowed answer kinds: ``"update"``, ``"request"``, ``"statistics"``, ``"sum"`` and ``"evaluation"``.
             Every allowed server receives the client names.
-        entries: Allowed model entry names.
+        entries: Allowed names of parameters and buffers.
         extras: Allowed names of the method's additional tensors and of BatchNorm statistics.
-        metrics: Allowed names of logged values, and of values and metrics from an evaluation.
+        metrics: Allowed names of logged values and evaluation results.
         counts: Allowed counts: ``"num_samples"`` (examples), ``"steps"`` (optimizer steps).
         rounds_per_day: Maximum requests per answer kind and client in any 24 hours.
         bytes_per_day: Maximum bytes in all answers in any 24 hours.
-        clients_per_sum: Minimum clients in a secure sum; if set, a secure sum is mandatory.
+        clients_per_sum: Minimum clients in a secure sum. If set, a secure sum is mandatory.
         steps: Update steps or callbacks that the client's program must contain.
-        faults: Text sent to the server for refusals and faults: a constant (``"constant"``), or the reason
-            (``"text"``).
+        faults: Text sent to the server for refusals and faults: ``"constant"`` hides the reason, ``"text"`` sends it.
         record: Path of the site's message log, relative to the policy's folder.
 
     Example:
@@ -223,8 +221,8 @@ class SitePolicy:
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
         """Checks a client's answer before sending. Raises ``Refusal`` if forbidden.
 
-        ``answer`` is the requested kind, such as ``"update"``, and ``text`` the JSON message. Returns a dictionary from
-        policy rule to the patterns that allowed names in the answer, and a list of all tensor names and metric names.
+        ``answer`` is the requested kind, such as ``"update"``, and ``text`` the JSON message. Returns, for each policy
+        rule, the patterns that allowed names. Also returns all tensor names and metric names in the answer.
         """
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]
@@ -268,7 +266,7 @@ class SitePolicy:
 def read_policy(path: Path) -> SitePolicy:
     """Reads a policy file. Raises ``PolicyError`` if the file is invalid or unprotected.
 
-    Only root and the current user may own or change the file and its folder. Symbolic links are refused.
+    Only root and the current user may own or change the file and its folder.
     """
     try:
         content = _read_own_file(path)

@@ -61,8 +61,8 @@ class Line:
 def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Iterator[Line]:
     """Reads and verifies lines of a site's message log.
 
-    Starts after line ``number``, which has the digest ``head``; by default reads all lines. After a crash, the log may
-    contain truncated lines. The next complete line then contains their digest as ``"torn"``.
+    By default reads all lines, otherwise the lines after line ``number`` with the digest ``head``. After a crash, the
+    log may contain truncated lines. The next complete line then contains their digest as ``"torn"``.
 
     Example:
         >>> first = write_line(START, {"round": 0})
@@ -122,10 +122,10 @@ ROTATION = "rotation"
 
 
 class Record:
-    """Append-only log of all messages at a site, shared by one or more processes.
+    """Append-only log for all messages at a site.
 
-    ``last`` is the newest line. ``recent`` contains the lines from the 24 hours up to this line. A second file, the
-    head file, stores the newest line's number and digest. A head file without a log raises ``RecordError``.
+    ``last`` is the newest line, and ``recent`` contains the lines from the 24 hours before. A second file stores the
+    newest line's number and digest. If only the second file exists, the class raises ``RecordError``.
     """
 
     def __init__(self, path: Path, head: Path) -> None:
@@ -172,7 +172,7 @@ class Record:
         return self.last
 
     def has_line(self, number: int, digest: str) -> bool:
-        """True if the log, or an archived log of this site, contains a line with this number and digest."""
+        """True if the log contains a line with this number and digest. Always true for a line in an archived log."""
         return number < next(iter(self._digests), 1) or self._digests.get(number) == digest
 
     def _read_head(self) -> tuple[int, str]:

@@ -30,7 +30,7 @@ class GroupLoader(RoundLoader):
         arguments: Positional arguments for :class:`RoundLoader`.
         size: Maximum number of clients per group.
         is_equal: Whether all clients in a group must have the same number of batches.
-        draws: Whether training also draws random numbers from Python's and NumPy's generators, not only from PyTorch's.
+        draws: Whether training draws random numbers from Python's or NumPy's generators.
 
     Attributes:
         numbers: Random generators of the clients in training; ``None`` if only one client trains.
@@ -81,11 +81,11 @@ class GroupLoader(RoundLoader):
 
 
 class ClientGenerators:
-    """Separate states of the global random generators for several clients, switched between training steps.
+    """Gives each of several clients a separate state of the global random generators.
 
     Args:
-        seeds: The clients' seeds.
-        everywhere: Whether to switch Python's and NumPy's generators in addition to PyTorch's.
+        seeds: One seed per client.
+        everywhere: Whether to include Python's and NumPy's generators, in addition to PyTorch's.
 
     Example:
         >>> numbers = ClientGenerators([1, 2])

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Vectorized(VisitsAtOnce):
-    """Trains several clients with small models simultaneously. Pass this object as ``visits=``.
+    """Trains several clients with small models simultaneously.
 
     If the module or a setting prevents this, the clients train one after another, and the log states the reason.
 
@@ -144,7 +144,7 @@ def _describe(size: int, gain: float) -> str:
 
 
 def choose_clients(module: nn.Module, cohort: int, device: str) -> tuple[int, float]:
-    """Returns the number of clients to train simultaneously, at most ``cohort``, and the measured speed-up.
+    """Returns the best number of clients to train simultaneously, up to ``cohort``, and the measured speed-up.
 
     Example:
         >>> choose_clients(nn.Linear(784, 10), 30, "cpu"), choose_clients(nn.Linear(784, 10), 2, "cpu")

@@ -26,11 +26,11 @@ from lightning_fed.numerics.precision import at_least_float32
 
 
 class StackedModel:
-    """Stacked parameters and buffers of several clients, with a joint training step.
+    """Stacked parameters and buffers of several clients, for joint training steps.
 
-    :meth:`add_client` copies the module's values into the stack, for one client at a time. Between :meth:`enter` and
-    :meth:`leave` the module's ``Parameter`` objects contain the stack, so an elementwise optimizer trains all clients.
-    Afterwards :meth:`load_row` copies a client's values back into the module.
+    :meth:`add_client` copies one client's values from the module into the stack. Between :meth:`enter` and
+    :meth:`leave`, the module's parameters contain the stack, and one optimizer step trains all clients. Afterwards
+    :meth:`load_row` copies a client's values back into the module.
     """
 
     def __init__(self, module: L.LightningModule, names: Sequence[str], size: int, draws: bool) -> None:
@@ -114,10 +114,10 @@ class StackedModel:
     def step(
         self, training_step: Callable[..., Any], part: StackedBatch, rest: Sequence[Any], numbers: ClientGenerators
     ) -> Tensor:
-        """Runs ``training_step`` on the stacked batches of several clients. Returns the loss of each client.
+        """Runs ``training_step`` on stacked batches of several clients. Returns losses, shape ``(clients,)``.
 
         ``rest`` are further arguments of ``training_step``, and ``numbers`` the clients' random generators. After an
-        error, buffers and generators have the values from before the call.
+        error, buffers and generators are restored.
         """
         rows = _rows_of(part.clients, self._count)
         trained = {name: parameter for name, parameter in self._step_inputs.items() if parameter.requires_grad}
@@ -195,7 +195,7 @@ class StackedModel:
 
 
 def joint_loss(losses: Sequence[Tensor]) -> Tensor:
-    """Mean over the clients' losses, with the gradient of the sum, as in separate training.
+    """Returns the mean of the clients' losses, but with the gradient of the sum, as in separate training.
 
     Example:
         >>> losses = torch.tensor([1.0, 3.0], requires_grad=True)

@@ -12,14 +12,14 @@ from lightning_fed.server.schedule import count_visit_batches
 
 @dataclass(frozen=True)
 class OrderBounds:
-    """Limits on the work that the server may request. A client refuses requests outside the limits.
+    """Limits for the training requested by the server. A client refuses requests outside the limits.
 
     Args:
-        max_epochs: Maximum number of passes over the client's data in a visit.
-        max_batches: Maximum number of batches in a visit.
-        min_batches: Minimum batches in a visit. An update from a single batch reveals the most about the examples.
+        max_epochs: Maximum number of passes over the client's data in a round.
+        max_batches: Maximum number of batches in a round.
+        min_batches: Minimum number of batches. An update from few batches reveals more about the examples.
         max_lr: Maximum learning rate of optimizers and schedulers.
-        min_clients: Minimum number of clients in a secure sum with this client. A sum over fewer clients reveals more.
+        min_clients: Minimum number of clients in a secure sum, including this client.
 
     Example:
         >>> from lightning_fed.server.schedule import Visit

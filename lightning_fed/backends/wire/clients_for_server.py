@@ -439,8 +439,8 @@ def _repeat_steps(optimizers: LocalOptimizers, steps: Sequence[int]) -> dict[str
 class RemoteVisit:
     """Server's record of one remote client's training in a round.
 
-    ``position`` is the client's index in the round. ``asked`` is a hash that identifies the client's request for
-    parameter rows. ``steps`` are the step counts reported with the accepted update.
+    ``position`` is the client's index in the round. ``asked`` is the hash of the client's request for parameter rows.
+    ``steps`` are the step counts reported with the accepted update.
     """
 
     visit: Visit

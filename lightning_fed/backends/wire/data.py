@@ -19,8 +19,8 @@ from lightning_fed.partitions.partitioned import FORWARDED
 class HalfData(EvaluationData):
     """Datamodule with the evaluation data of a server program or client program.
 
-    Training data are in the population from :func:`read_data`. On a server without data, ``data=ClientsBatch()`` gives
-    one empty batch, a placeholder for evaluation on the clients' machines.
+    Training data come from :func:`read_data` instead. A server without data passes ``data=ClientsBatch()``, one empty
+    batch, and only the clients evaluate.
     """
 
     def __init__(self, data: Any = None) -> None:

@@ -76,20 +76,20 @@ class TrainRequest:
     """Message that asks a client to train. Sent with the global model.
 
     Args:
-        run: Name of the fit. Client state from other fits is ignored.
+        run: Name of the fit.
         visit: The local training to execute.
-        kept: Round of the stored client state to start from; -1 for a client without stored state.
-        needed: The client may delete states from before this round, except the newest of these states.
-        seed: Seed of the federation, for the construction of the model.
-        frozen: Hash of the frozen model tensors. The tensors are not sent, and must be equal on server and client.
-        hyperparameters: Optimizer options for the round, and initial states of per-step schedulers and loss scale.
-        asked: Hash of the client's request for parameter rows, if this message answers a request; otherwise empty.
-        held: Hash of the model tensors omitted from this message because the client has stored them, or empty.
-        keeps: Whether the client must store the model tensors in this message. Later messages may omit them.
+        kept: Round of the client's stored state to start from; -1 without stored state.
+        needed: The client may delete stored states from before this round, except the newest.
+        seed: Seed for the construction of the model.
+        frozen: Hash of the frozen model tensors, to compare with the client's frozen tensors.
+        hyperparameters: Optimizer options, and initial states of per-step schedulers and loss scaler.
+        asked: Hash of the client's request for parameter rows; empty without a request.
+        held: Hash of the model tensors that the client has stored and this message omits; may be empty.
+        keeps: Whether the client must store this message's model tensors for later messages.
         peers: Clients in the secure sum, including this client; ``None`` without a secure sum.
-        head: Number and digest of the last line in the site's message log known to the server; ``None`` if unknown.
-        start: Number for this start of the server program. A later start has a larger number.
-        question: Question from a server callback, for an answer without training; otherwise ``None``.
+        head: Number and digest of the last known line in the site's message log; ``None`` if unknown.
+        start: Number of this server start. Later starts have larger numbers.
+        question: Question from a server callback, instead of training; otherwise ``None``.
     """
 
     run: str
@@ -113,9 +113,9 @@ class Answer:
     """Client's report on local training, sent with the update.
 
     ``after`` contains the step count of every per-step scheduler (``"steps"``) and the loss scaler's state
-    (``"scaler"``). ``keeps`` is true if the client stored state for the next round. ``unsent`` is the number of
-    unchanged tensors omitted from the update. ``head`` is the number and digest of the last line in the site's message
-    log, or ``None`` without a site policy.
+    (``"scaler"``). ``keeps`` is true if the client stored state for the next round. ``unsent`` counts the unchanged
+    tensors omitted from the update. ``head`` is the number and digest of the last line in the site's message log, or
+    ``None`` without such a log.
     """
 
     steps: int = 0

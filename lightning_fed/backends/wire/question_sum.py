@@ -42,8 +42,8 @@ def ask_sum(
     """Asks clients a question, and computes a secure sum over the answers.
 
     ``visits`` name the clients to ask. After the key exchange, ``ask(visits, clients)`` sends the question to the
-    clients with valid keys, and yields the masked answers. Yields (client, reason) for each missing client. At the end
-    yields the sum, a ``ClientUpdate`` with the summed clients in ``members``, unless too few clients have answered.
+    clients with valid keys, and yields the masked answers. Yields (client, reason) for each missing client. If enough
+    clients answer, the last item is the sum, a ``ClientUpdate`` with the summed clients in ``members``.
     """
     step = next(step for step in server.chain.steps if isinstance(step, SecureSum))
     server.report.round, server.report.failed = _ROUND, {}  # overwrites the last round's report

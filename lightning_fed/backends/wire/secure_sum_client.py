@@ -50,13 +50,13 @@ class ClientSum:
     """Client side of the secure sums in a run.
 
     A client has two secrets: the seed of a private mask, and a secret for the masks shared with the other clients. The
-    protocol has five steps: publish public keys; send shares of both secrets to the other clients; decrypt the received
-    shares; mask the update; release shares to the server. For each other client, a client releases a share of one
-    secret, never of both. A file stores the values for the next step, because a new process may handle each message.
-    Each step deletes the previous file, so no step runs twice with the same secrets.
+    client publishes public keys, sends shares of both secrets to the other clients, and decrypts the received shares.
+    Then the client masks the update. Finally the client releases shares to the server. For each other client, this is
+    a share of one secret, never of both. A file stores the values for the next step, and each step deletes the previous
+    file.
 
-    A sum can restart with new keys. A client that has already released shares in the round then releases new shares
-    only for the same set of clients. The difference between sums over two sets would reveal an update.
+    A sum can restart with new keys. The client then releases shares again only for the same set of clients, because the
+    difference between two sums could reveal an update.
 
     ``share`` is the fraction of clients required to unmask a sum, more than one half.
     """
@@ -196,7 +196,8 @@ class ClientSum:
 def maskable(update: ClientUpdate, sent: State) -> State:
     """Returns the tensors in an update that the client must mask, by name. ``sent`` is the received model.
 
-    Raises ``ClientFault`` if the update contains values that masks do not cover: metrics, or tensors other than int32.
+    Raises ``ClientFault`` if the update contains values that masks do not cover: metrics, or changed tensors
+    with a dtype other than int32.
     """
     numbers = dict(update.extras)
     for name, value in update.state.items():

@@ -39,14 +39,14 @@ _TEXT = 2**12, 2**8  # characters in a reply: constant part, and per row
 class SumRequest:
     """Server's request to a client for one step of a secure sum.
 
+    ``stage`` is the step, and ``peers`` are the clients in this step. The steps are:
+
     - ``"keys"``: publish the client's public keys.
-    - ``"shares"``: split the client's secrets into one share per peer. ``rows`` are the peers' public keys, to encrypt
-      the shares. Any ``least`` shares restore a secret.
-    - ``"open"``: decrypt the shares received from the peers, in ``rows``.
+    - ``"shares"``: split the client's secrets into one encrypted share per peer. ``rows`` are the peers' public keys.
+      Any ``least`` shares restore a secret.
+    - ``"open"``: decrypt the peers' shares in ``rows``.
     - ``"unmask"``: send one share per peer to the server, to remove the masks from the sum. ``survivors`` marks the
       peers with an update in the sum.
-
-    ``stage`` is the step, and ``peers`` are the clients in this step.
     """
 
     stage: Stage

@@ -114,8 +114,8 @@ def check_public(public: bytes) -> None:
 def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least: int) -> None:
     """Checks the public keys of all clients (``peers``) before a client shares secrets.
 
-    ``own`` are this client's keys. Raises ``SumError`` for missing or equal keys, or if the number ``least`` of clients
-    needed to restore a secret is not a majority.
+    ``own`` are this client's keys, and ``least`` is the number of clients needed to restore a secret. Raises
+    ``SumError`` for missing or equal keys, or if ``least`` is not a majority.
     """
     if peers.get(client) != own:
         raise SumError("the client's own keys are missing from the server's list of public keys")
@@ -133,10 +133,10 @@ def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least
 def share_secrets(
     secrets: Secrets, client: Client, peers: Mapping[Client, bytes], least: int, context: bytes
 ) -> tuple[dict[Client, bytes], Share]:
-    """Splits a client's two secrets (seed and pairing secret) into one share per client, and encrypts the shares.
+    """Splits a client's secrets into one encrypted share per client.
 
     Any ``least`` clients together can restore a secret. ``peers`` contains all clients' public keys, in the same order
-    on all clients. ``context`` is from :func:`context_of`. Returns an encrypted share for each other client, and the
+    on all clients. ``context`` is from :func:`context_of`. Returns the other clients' shares, encrypted, and the
     client's own share.
     """
     count = len(peers)
@@ -181,8 +181,8 @@ def find_masks(
 ) -> tuple[Vector, list[Client]]:
     """Computes the total mask in a sum of masked vectors. Also returns the clients with wrong shares.
 
-    The total consists of each survivor's private mask, and the masks shared between survivors and missing clients. Each
-    mask derives from a secret, restored from ``least`` shares. Raises ``SumError`` if a secret cannot be restored.
+    The total consists of the survivors' private masks, and the masks shared between survivors and missing clients. The
+    function restores the secrets for these masks from shares. Raises ``SumError`` if this fails.
 
     Args:
         zeros: Zeros with the shape and dtype of the masked vectors.

@@ -30,7 +30,8 @@ _log = logging.getLogger(__name__)
 class ServerSum:
     """Server side of the secure sum for one round.
 
-    ``distrusted`` are clients excluded from all later sums of the run, because their shares were unreadable or wrong.
+    ``distrusted`` are clients excluded from later sums (until the server restarts), because their shares were
+    unreadable or wrong.
     ``peers`` contains the public keys of the clients in the sum. Messages list the clients in the order of ``peers``.
     """
 
@@ -46,8 +47,8 @@ class ServerSum:
     def share_secrets(self, clients: Sequence[Client]) -> None:
         """Exchanges keys and encrypted shares between the clients, before training.
 
-        A client without an answer is excluded. If too few clients remain, all clients are excluded. A client with
-        unusable shares is also excluded; then the other clients repeat the steps with new keys.
+        Excludes clients without an answer or with unusable shares. After unusable shares, the other clients repeat the
+        steps with new keys. If too few clients remain, all clients are excluded.
         """
         for client in [client for client in clients if client in self.distrusted]:
             self._server.fail(client, "the client's shares failed in an earlier sum of this run")

@@ -130,8 +130,8 @@ class RemoteServerSide(RemoteSide):
     """Stands in for the server in a client's Trainer, to handle one received message.
 
     ``judge_entries`` raises an error if the site's policy forbids sending a model tensor. ``held`` stores tensors from
-    earlier messages, to fill in tensors omitted from this message. ``left`` is the state after training for the answer:
-    the step counts of per-step schedulers, and the loss scaler's state.
+    earlier messages, to replace omitted tensors. After training, ``left`` contains the step counts of per-step
+    schedulers and the loss scaler's state, for the answer.
     """
 
     has_server = False

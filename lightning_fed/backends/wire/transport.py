@@ -35,8 +35,7 @@ class Deadline:
 
     Args:
         seconds: Seconds for all answers.
-        min_clients: Number of answers after which the server waits at most ``rest`` more seconds; if ``None``,
-            always the full ``seconds``.
+        min_clients: Number of answers before the shorter limit ``rest`` starts; ``None``: no shorter limit.
         rest: Seconds for the remaining clients after ``min_clients`` answers.
         reconnect: Seconds for a disconnected client to reconnect.
 
@@ -107,8 +106,8 @@ class Transport(ABC):
     ) -> Iterator[tuple[Client, Answer]]:
         """Sends packets to clients, and yields the answers in the order of the packets.
 
-        ``kind`` is the message type. ``packets`` are consumed one at a time. After a client's restart, the packet
-        ``again(client)`` is sent. With ``Deadline.min_clients``, answers wait in temporary files until their turn.
+        ``kind`` is the message type. ``packets`` are consumed one at a time. A restarted client receives the packet
+        ``again(client)``.
         """
         self.discover()
         self._count_late()
@@ -164,9 +163,9 @@ class Transport(ABC):
     ) -> tuple[Client, Answer] | None:
         """Waits for the next answer to one of ``messages``. Returns the client and the answer.
 
-        Waits at most ``seconds``, then returns ``None``. The answered message is removed from ``messages``. If a
-        client's connection is lost, or the time limit is exceeded, the answer is a text with the reason. If a client's
-        process restarts, the client receives ``again(client)``.
+        Waits at most ``seconds``, then returns ``None``. The answered message is removed from ``messages``. After a
+        lost connection or an exceeded time limit, the answer is a text with the reason. A restarted client receives
+        ``again(client)``.
         """
         self._count_late()
         end = time.monotonic() + seconds
@@ -190,7 +189,7 @@ class Transport(ABC):
     def _miss(self, message: Message, again: Callable[[Client], Packet] | None) -> Answer | None:
         """Checks whether a client can still answer. Returns ``None`` to keep waiting, otherwise the reason to give up.
 
-        After a client's restart, the new message ``again(client)`` is sent.
+        A restarted client receives the new message ``again(client)``.
         """
         now = time.monotonic()
         if now - message.checked_at < _LOOK:

@@ -65,13 +65,13 @@ def find_outliers(
     """Finds clients with implausible numbers, by comparison with other clients. Returns the reason by client.
 
     ``trained`` counts the training examples, and ``computed`` contains values from metric states. Below, m is the
-    median over at least three clients, and d the median distance to m. Each of these conditions is a reason:
+    median over at least three clients, and d the median distance to m. A client is implausible with:
 
-    - Value: the distance to m exceeds 100 max(d, abs(m), 1).
-    - Loss: negative for this client only, and less than m - max(10 d, abs(m), 1).
-    - Counts in a metric state, per example: more than 10 max(m, 1).
-    - Number of examples: more than 1,000 m.
-    - Number of examples: more than 10 m, and more than 10 times the number in training.
+    - a value at a distance to m above 100 max(d, abs(m), 1);
+    - the only negative loss, if less than m - max(10 d, abs(m), 1);
+    - counts in a metric state, per example, above 10 max(m, 1);
+    - more than 1,000 m examples;
+    - more than 10 m examples, and more than 10 times the number in training.
     """
     outliers: dict[Client, str] = {}
     _compare_examples(outliers, {client: report.num_samples for client, report in reports.items()}, trained)

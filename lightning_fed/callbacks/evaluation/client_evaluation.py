@@ -57,11 +57,10 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     """Evaluates the model on the validation and test data of each client.
 
     Each client runs the module's ``validation_step`` (in ``trainer.test`` the ``test_step``) with all hooks, and sends
-    sums, weights and metric states. Values over all clients equal the values from one process on the pooled data, up to
+    sums and metric states. Values over all clients equal the values from one process on the pooled data, up to
     rounding. ``FederatedTrainer`` adds this callback by default; for a plain Trainer add the callback to ``callbacks``.
 
-    The module's epoch hooks run once per client. If an epoch-end hook logs values, the server runs the hook again with
-    the merged metric states. Values that depend on earlier epochs, such as a best score so far, are not reported.
+    Values that depend on earlier epochs, such as a best score so far, are not reported.
 
     ============================== ==================================================================================
     ``<name>``                     over all clients, global model: logged by this callback if the server has no data,
@@ -69,8 +68,8 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     ``fed/<name>/pooled``          over all clients, each with the client's own model if any
     ``fed/<name>/mean``            mean over clients; also ``fed/<name>/std`` and ``fed/<name>/min``
     ``fed/<name>/worst10``         mean over the worst tenth of the clients
-    ``fed/<name>/mean_se``         standard error of ``mean`` from sampling examples, if every client's value is a mean
-                                   over examples: logged with batch size 1, or a ``torchmetrics`` accuracy
+    ``fed/<name>/mean_se``         standard error of ``mean``, for values logged with batch size 1 on every client, and
+                                   for a ``torchmetrics`` accuracy
     ``client/<id>/<name>``         for each client; not logged if more than 20 clients report the value
     ``evaluation/clients``         number of evaluated clients; also ``evaluation/failed``
     ``evaluation/num_samples``     number of evaluated examples
@@ -78,12 +77,12 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     ============================== ==================================================================================
 
     Args:
-        every_n_rounds: Evaluates the clients in every validation (1), in every second validation (2), ...; 0: never.
-        clients: ``"all"``, the clients in the ``"round"``, or a number or share drawn by (seed, round).
+        every_n_rounds: Number n to evaluate the clients in every n-th validation; 0: never.
+        clients: ``"all"`` clients, the clients in the ``"round"``, or a number or share of randomly drawn clients.
         min_clients: Minimum number of clients for a score; with fewer clients a warning is logged.
         min_examples: Minimum number of examples; a client with fewer examples does not answer.
-        lists: Patterns for the module's metrics (attribute paths) whose list states may be sent.
-        withheld: Patterns for metrics whose states are never sent.
+        lists: Name patterns for metrics with list states that may be sent to the server.
+        withheld: Name patterns for metrics with states that are never sent.
         folder: Folder for the latest table, ``clients.csv``; if ``None``, no file is written.
 
     Attributes:

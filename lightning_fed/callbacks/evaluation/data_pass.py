@@ -329,7 +329,7 @@ def _run_end(
 
     The hook runs if a value in ``wanted`` cannot be computed from the states, or if loggers are enabled.
     ``change`` replaces ``metric.compute``. ``attributes`` are set on the module before the hook, and afterwards
-    contain the new values. ``faults`` receives a description of each error. See :func:`pooled_values` for the rest.
+    contain the new values. See :func:`pooled_values` for the other arguments.
     """
     if is_muted and not wanted:
         return {}

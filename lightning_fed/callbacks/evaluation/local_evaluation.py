@@ -17,8 +17,8 @@ class LocalEvaluation(FederatedCallback):
     """Evaluates each client's model on the client's validation data, directly after local training.
 
     :class:`~lightning_fed.callbacks.ClientEvaluation` evaluates the global model instead. Locally trained models score
-    much higher if clients have different classes. The callback logs ``clients/local/<metric>`` for each value that
-    ``validation_step`` logs: the mean over the round's clients, every ``every_n_rounds`` rounds. The validation data
+    much higher if clients have different classes. For each value logged in ``validation_step``, the callback logs the
+    mean over the round's clients as ``clients/local/<metric>``, every ``every_n_rounds`` rounds. The validation data
     must be a mapping by client. If clients are remote, add the callback on the server and on the clients.
 
     Raises:

@@ -83,7 +83,7 @@ class MetricState:
 class StateRules:
     """Rules for the metric states that a client sends to the server.
 
-    ``lists`` has patterns for metrics whose list states are sent, and ``withheld`` for metrics without any sent state.
+    ``lists`` has name patterns for metrics with sent list states, and ``withheld`` for metrics without any sent state.
     """
 
     lists: Sequence[str] = ()
@@ -160,7 +160,7 @@ def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
 
     A number is undefined before the first batch, or as a result of 0 / 0, such as the recall of a class without
     examples. torchmetrics returns 0 or 1 in these cases. An average over an undefined class is also undefined, except
-    the macro average in ``MulticlassAccuracy``, which skips classes without labels and predictions.
+    the macro average in ``MulticlassAccuracy``.
     """
     if not is_updated(metric):
         return torch.tensor(math.nan)
@@ -197,8 +197,8 @@ class RunningValue(Tensor):
 def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
     """Context that marks metric values computed before the end of an epoch.
 
-    ``compute`` appends the metric to ``traced`` and returns a :class:`RunningValue`, so a logged value is recognised as
-    unfinished. Values for one batch, from ``metric(...)``, stay unmarked.
+    ``compute`` appends the metric to ``traced``, and returns a :class:`RunningValue`. Values for one batch, from
+    ``metric(...)``, stay unmarked.
     """
     metrics, depth = list(metrics), [0]
 

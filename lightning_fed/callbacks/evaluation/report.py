@@ -21,19 +21,19 @@ _MOST_NAMES = 1000
 
 @dataclass
 class EvaluationReport:
-    """Results of one client's evaluation. The server combines the results of all clients.
+    """Results from one client's evaluation, for the server.
 
     Args:
         num_samples: Number of examples.
-        logged: For each number logged in steps: the weighted sum and the sum of weights, by logged name.
+        logged: Weighted sum and sum of weights for each number logged in steps, by logged name.
         states: Metric states, by key from :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
-        metrics: For each logged metric: the metric's key in ``states``, by logged name.
+        metrics: Key in ``states`` for each logged metric, by logged name.
         values: Final values for this client's data, by logged name.
         partial: Names of values that the server cannot compute from ``logged`` and ``states``.
         shown: Names shown in the progress bar.
-        higher_is_better: True by name if higher values are better, as far as known.
-        variances: Sampling variances of means over examples, by logged name.
-        stays: For each metric state that is not sent: the reason, by metric path.
+        higher_is_better: Whether higher values are better, by logged name, as far as known.
+        variances: Sampling variances for means over examples, by logged name.
+        stays: Reasons for metric states that are not sent, by metric path.
         support: Number of examples per class, shape (classes,), or ``None`` if unknown.
     """
 
@@ -126,7 +126,9 @@ class EvaluationReport:
             self.values[names_in_entry[0]] = float(value[0])
             if len(value) > 1:
                 if not 0 <= float(value[1]) < math.inf:
-                    raise BadUpdate(f"a logged value has the variance {float(value[1])}, but expected at least 0")
+                    raise BadUpdate(
+                        f"a logged value has the variance {float(value[1])}, but variances are finite and at least 0"
+                    )
                 self.variances[names_in_entry[0]] = float(value[1])
             for flag, names in (("m", self.partial), ("p", self.shown)):
                 if flag in detail:

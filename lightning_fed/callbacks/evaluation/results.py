@@ -50,7 +50,7 @@ class ClientResults:
         """Summarises each metric over the clients. NaN values are skipped.
 
         The names are ``<metric>/mean``, ``/std``, ``/min`` and ``/worst10``, the mean over the worst tenth of clients.
-        If every client's value is a mean over examples, ``/mean_se`` is the mean's standard error.
+        ``/mean_se`` is the standard error of ``/mean``, given only if every client's value has a sampling variance.
         """
         summary = {}
         for name, values in self.values.items():

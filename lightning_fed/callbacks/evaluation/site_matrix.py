@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class SiteMatrix(FederatedCallback):
-    """Evaluates the client models of the last round and the global model on every client's data, after the fit.
+    """Evaluates each client's model and the global model on every client's data, after the fit.
 
     A client's model is the state sent in the last round, before averaging. The matrix is logged in Markdown, and
     written to ``<folder>/sites.csv`` and ``sites.png``. The cost is one evaluation on all clients per model, and memory
@@ -32,8 +32,8 @@ class SiteMatrix(FederatedCallback):
         folder: Folder for files; if ``None``, the matrix is only logged.
 
     Raises:
-        MisconfigurationException: In ``fit``, if personal entries make sent states incomplete, if privacy or
-            compression hides the models of single clients from the server, or if no client has validation data.
+        MisconfigurationException: In ``fit``, if the server does not receive each client's complete model, or if no
+            client has validation data.
 
     Example:
         >>> matrix = SiteMatrix("val_acc")

@@ -32,9 +32,10 @@ def maximum_mean_discrepancy(
     estimator: Estimator = "biased",
     squared: bool = False,
 ) -> Tensor:
-    r"""Computes the maximum mean discrepancy (MMD) with a Gaussian kernel, a float64 scalar.
+    r"""Computes the maximum mean discrepancy (MMD) with a Gaussian kernel.
 
-    For samples :math:`x_1, \dots, x_m` and :math:`y_1, \dots, y_n`, and a bandwidth :math:`\sigma`,
+    For samples :math:`x_1, \dots, x_m` and :math:`y_1, \dots, y_n`, and a Gaussian kernel :math:`k` of width
+    :math:`\sigma`,
 
     .. math:: k(a, b) = e^{-\lVert a - b \rVert^2 / (2 \sigma^2)}
 
@@ -44,16 +45,16 @@ def maximum_mean_discrepancy(
     .. math:: \text{unbiased: } \mathrm{MMD}^2 = \frac{1}{m (m - 1)} \sum_{i \ne j} k(x_i, x_j)
         + \frac{1}{n (n - 1)} \sum_{i \ne j} k(y_i, y_j) - \frac{2}{m n} \sum_{i,j} k(x_i, y_j)
 
-    The kernel and bandwidth are our choice. Time is proportional to :math:`(m + n)^2 d`, but memory is not.
+    The result is a float64 scalar. The kernel and bandwidth are our reconstruction of FedMargin.
 
     Args:
-        features: Samples :math:`x`, shape ``(m, d)``; any floating-point type.
-        reference: Samples :math:`y`, shape ``(n, d)``: features of the centrally trained model.
-        bandwidth: :math:`\sigma`, greater than 0; "median" for the median distance between two reference samples (equal
-            for all compared models), or "pooled" for the median over all samples. See :func:`median_distance`.
-        estimator: "biased" includes the kernel between a sample and itself, "unbiased" excludes this kernel. The
-            unbiased estimate can be negative.
-        squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
+        features: Samples :math:`x`, shape ``(m, d)``.
+        reference: Reference samples :math:`y`, shape ``(n, d)``.
+        bandwidth: Kernel width :math:`\sigma`, greater than 0. "median" is the median distance between reference
+            samples, and "pooled" between all samples.
+        estimator: "biased" also compares each sample with itself. "unbiased" does not, and can be negative.
+        squared: Whether to return :math:`\mathrm{MMD}^2`. By default :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}` is
+            returned.
 
     Raises:
         ValueError: If shapes are inconsistent, samples are too few, an option is invalid, or the median distance is 0.
@@ -68,6 +69,7 @@ def maximum_mean_discrepancy(
     _check_samples(features, reference, least)
     check_bandwidth(bandwidth)
     features, reference = (samples.to(float64_device(samples.device)) for samples in (features, reference))
+    # The kernel and bandwidth are our choice.
     sigma = _sigma(features, reference, bandwidth)
     factor = -0.5 / sigma**2
     shift = center(reference)
@@ -96,14 +98,14 @@ def classwise_maximum_mean_discrepancy(
     estimator: Estimator = "biased",
     **options: Any,
 ) -> Tensor:
-    """Computes the maximum mean discrepancy within every class, shape ``(C,)``, float64.
+    """Computes the maximum mean discrepancy within every class, shape ``(C,)``.
 
     All classes share one bandwidth, computed from all samples. The result is NaN for a class with too few samples.
 
     Args:
         features: Samples, shape ``(m, d)``.
         reference: Reference samples, shape ``(n, d)``.
-        labels: Sample classes, shape ``(m,)``, integers; labels outside 0 to C - 1 are skipped.
+        labels: Sample classes, shape ``(m,)``. Labels outside 0 to C - 1 are skipped.
         reference_labels: Reference classes, shape ``(n,)``.
         num_classes: Number of classes :math:`C`.
         bandwidth: See :func:`maximum_mean_discrepancy`.
@@ -143,9 +145,7 @@ def classwise_maximum_mean_discrepancy(
 
 @torch.no_grad()
 def median_distance(samples: Tensor) -> float:
-    """Median Euclidean distance between two different samples, over all pairs.
-
-    The result is exact up to float32 precision for any number of pairs.
+    """Median Euclidean distance over all pairs of samples.
 
     Args:
         samples: Samples, shape ``(n, d)``, at least two.

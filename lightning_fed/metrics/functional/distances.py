@@ -24,8 +24,7 @@ def center(samples: Tensor) -> Tensor:
 def squared_distances(samples: Tensor, references: Tensor, shift: Tensor) -> Tensor:
     """Computes squared distances, shape ``(m, n)``, between rows of ``samples`` and ``references``.
 
-    ``shift``, such as the mean, is subtracted from all rows, because rounding errors are smallest near 0. Distances
-    below the rounding error are set to 0.
+    ``shift``, such as the mean, is subtracted from all rows to reduce rounding errors.
 
     Example:
         >>> squared_distances(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]]), torch.zeros(2).double())

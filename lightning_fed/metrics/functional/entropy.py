@@ -26,7 +26,7 @@ def shannon_entropy(probabilities: Tensor, dim: int = -1, *, normalize: bool = F
     .. math:: H = -\sum_c p_c \ln p_c
 
     Args:
-        probabilities: Probabilities, with sum 1 along ``dim``.
+        probabilities: Probabilities :math:`p_c` of the outcomes c, with sum 1 along ``dim``.
         dim: Dimension of the outcomes.
         normalize: Whether to divide by the logarithm of the number of outcomes, so that the result is in 0 to 1.
 
@@ -39,7 +39,7 @@ def shannon_entropy(probabilities: Tensor, dim: int = -1, *, normalize: bool = F
 
 
 def softmax_entropy(logits: Tensor, *, normalize: bool = False) -> Tensor:
-    r"""Computes the entropy of the class probabilities at every pixel, shape ``(N, *size)``.
+    r"""Computes the entropy of the class probabilities :math:`\pi_c(u)` at every pixel u, shape ``(N, *size)``.
 
     .. math:: H(u) = -\sum_c \pi_c(u) \ln \pi_c(u), \qquad \pi(u) = \mathrm{softmax}(\text{logits at } u)
 
@@ -63,18 +63,18 @@ def feature_entropy(
 ) -> Tensor:
     r"""Computes the entropy over feature channels at every pixel, shape ``(N, *size)``.
 
-    Each feature :math:`f_c` is divided by the sum over channels. Many active channels give a high entropy.
+    Here :math:`q_c(u)` is the share of channel c in the sum of all features :math:`f` at pixel u. Many active channels
+    give a high entropy.
 
     .. math:: H_f(u) = -\sum_c q_c(u) \ln q_c(u), \qquad q_c(u) = \frac{f_c(u)}{\sum_{c'} f_{c'}(u)}
 
-    The entropy of a pixel with only zeros is :math:`\ln d`, as for equal features. A pixel with an infinite or NaN
-    feature has entropy NaN.
+    If all :math:`d` features of a pixel are 0 after the activation, the entropy is :math:`\ln d`.
 
     Args:
         features: Features, shape ``(N, d, *size)``; ``size`` may be empty.
-        activation: Function that makes features non-negative; "relu" does not change features after a ReLU.
+        activation: Function that makes features non-negative.
         normalize: Whether to divide by :math:`\ln d`.
-        size: Height and width for bilinear resizing of maps with shape ``(N, d, H, W)`` (corners not aligned).
+        size: Height and width for bilinear resizing of the entropies, for features with shape ``(N, d, H, W)``.
 
     Raises:
         ValueError: If ``activation`` is unknown, or the features have an invalid shape.

@@ -36,22 +36,21 @@ def mean_average_precision_at_r(
     .. math:: \mathrm{MAP@R} = \frac{1}{Q} \sum_q \frac{1}{R} \sum_{i=1}^{R} \mathrm{rel}_i
         \frac{\sum_{j \le i} \mathrm{rel}_j}{i}
 
-    with :math:`Q` queries, and :math:`\mathrm{rel}_i` = 1 if the i-th nearest image has the query's class, otherwise 0.
-    Every image is a query among all other images. With a fixed R, a perfect model reaches 1 only if every class has
-    more than R images.
+    Each of the :math:`Q` images is a query among all other images. :math:`\mathrm{rel}_i` is 1 if the i-th nearest
+    image has the query's class, otherwise 0. With a fixed R, a score of 1 requires more than R images in every class.
 
-    Among equally distant images, images of other classes are ranked first, so a model with constant output gets score
-    0. The result is NaN if an embedding is not finite, or every query is skipped.
+    Among equally distant images, images of other classes come first. The result is NaN if an embedding is not
+    finite, or if every query is skipped.
 
     Args:
-        embeddings: Query embeddings, shape ``(n, d)``.
+        embeddings: Image embeddings, shape ``(n, d)``.
         labels: Classes, shape ``(n,)``, integers.
         r: Number R of neighbours, at least 1. With "relevant", R is the number of other images in the query's class,
             and a query without such images is skipped.
-        metric: Distance for the nearest neighbours: angle, or Euclidean distance.
+        metric: Distance between embeddings: angle, or Euclidean distance.
 
     Raises:
-        ValueError: If shapes are inconsistent, no query is given, labels are not integers, or an option is invalid.
+        ValueError: If shapes are inconsistent, labels are not integers, or an option is invalid.
 
     Example:
         >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]])
