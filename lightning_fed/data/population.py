@@ -133,7 +133,7 @@ class Population(ABC):
         """
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
-        """Number of batches in each pass of a visit. Empty if all passes have equal length."""
+        """Number of batches in each local epoch of a client. Empty if all local epochs have equal length."""
         return ()
 
     @abstractmethod

@@ -292,9 +292,10 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
 
 
 def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """Refuses to resume a fit with other update steps or privacy callbacks than in the checkpoint.
+    """Refuses to resume a fit with other update steps (compression, noise) or privacy callbacks.
 
-    ``then`` (from the checkpoint) and ``now`` map each name to the options as text. Order and options must be equal.
+    ``then`` (from the checkpoint) and ``now`` map names of steps and callbacks to options as text. Order and options
+    must be equal.
     """
     old = "which the checkpoint does not record" if then is None else ", ".join(then.values()) or "none"
     new = ", ".join(now.values()) or "none"

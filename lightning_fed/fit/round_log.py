@@ -128,8 +128,8 @@ class RoundLog:
     ) -> None:
         """Logs ``values`` by name for a round.
 
-        ``passing`` maps a source, such as ``"aggregator"``, to the names it logs in this round. Its names from earlier
-        rounds are removed from ``callback_metrics``.
+        ``passing`` maps a source, such as ``"aggregator"``, to the names logged by this source in this round. Names
+        logged by the source only in earlier rounds are removed from ``callback_metrics``.
         """
         for kind, names in passing.items():
             self._replace(trainer, kind, names)

@@ -281,9 +281,9 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits a matrix by columns into blocks of consecutive numbers.
+    """Splits a matrix by columns into blocks with consecutive numbers, row by row.
 
-    Returns each block's first column, first number and number of columns, or ``None`` if this is impossible. For
+    Returns each block's first column, first number and number of columns, or ``None`` without such blocks. For
     ``[[0, 1, 6], [2, 3, 7]]``, the blocks are ``[[0, 1], [2, 3]]`` and ``[[6], [7]]``, so the result is
     ``[(0, 0, 2), (2, 6, 1)]``.
     """

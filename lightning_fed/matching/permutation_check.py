@@ -20,10 +20,10 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # tolerance relative t
 
 
 class PermutationCheck:
-    """Checks permutation groups by running the module.
+    """Runs a module to check exchangeable neurons (permutation groups).
 
     Use inside :func:`restored_afterwards`. The module runs in evaluation mode, if possible in float64. Random numbers
-    are added to parameters and inputs, because zeros and ones could hide dependencies.
+    are added to parameters and inputs, because equal values could hide an effect of the exchange.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Finds, checks, permutes and resizes the permutation groups of any module."""
+"""Finds sets of exchangeable neurons (permutation groups), and permutes or resizes these sets in any module."""
 
 from __future__ import annotations
 

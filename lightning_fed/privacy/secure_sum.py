@@ -259,7 +259,7 @@ class RingSum(Held):
 
 
 class RingSettings(FederatedCallback):
-    """Sets the resolution of a secure sum before the fit.
+    """Sets the step size for rounding values in a secure sum, before the fit.
 
     Also refuses callbacks and BatchNorm options that send values outside the sum.
     """

@@ -87,9 +87,9 @@ class RoundLoop:
 
     Attributes:
         open_round: The current round; ``None`` between rounds.
-        plan: The classes that train clients and load data.
+        plan: How a round trains: the classes of the training and the dataloader.
         is_attached: True during a fit, while methods of the module and the Trainer are overridden.
-        is_planned: True after the first round's dataloader has been created.
+        is_planned: True after ``plan`` is set, with the first round's dataloader.
         is_ready: True after :meth:`prepare`.
         failed_rounds: Counts rounds without a new model.
     """

@@ -191,7 +191,7 @@ class ServerInterface(ABC):
         """Aggregates the updates. Returns the new global tensors, or ``None`` to keep the old model."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
-        """Resets the aggregation rule and the update steps.
+        """Resets the aggregation rule, and the steps that change updates (``UpdateStep``).
 
         Called at the start of a round. With several processes, called again before updates are merged.
         """

@@ -138,7 +138,7 @@ class Record:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Context with the log open and locked. Raises ``RecordError`` if new lines are invalid."""
+        """Opens and locks the log. Raises ``RecordError`` if lines added since the last check are invalid."""
         is_new, head = not self._path.exists(), self._read_head()
         if is_new and head[0]:
             raise RecordError(f"the record is missing, but must have {head[0]} lines according to {str(self._head)!r}")
