@@ -110,7 +110,7 @@ class FedAdagrad(Method):
     :class:`AdaptiveOptimizer` contains the equations. Reference: Reddi et al., ICLR 2021.
 
     - Sends: 1 model down, 1 up.
-    - Keeps: both moments on the server, in float64.
+    - Keeps: 4 models on the server (two moments in float64).
     - Costs: no additional computation.
     - For: sparse gradients, as in embeddings.
 
@@ -146,7 +146,7 @@ class FedAdam(Method):
     Reference: Reddi et al., ICLR 2021.
 
     - Sends: 1 model down, 1 up.
-    - Keeps: both moments on the server, in float64.
+    - Keeps: 4 models on the server (two moments in float64).
     - Costs: no additional computation.
     - For: parameters with updates on different scales, as in language models.
 
@@ -185,7 +185,7 @@ class FedYogi(Method):
     :class:`AdaptiveOptimizer` contains the equations. Reference: Reddi et al., ICLR 2021.
 
     - Sends: 1 model down, 1 up.
-    - Keeps: both moments on the server, in float64.
+    - Keeps: 4 models on the server (two moments in float64).
     - Costs: no additional computation.
     - For: the uses of FedAdam, if FedAdam's step sizes vary too much.
 

@@ -48,7 +48,7 @@ class QFFL(ChannelRule):
 
     - Sends: 1 model down, 1 up (and a number).
     - Keeps: nothing.
-    - Costs: 1 evaluation on a client's data per round.
+    - Costs: 1 pass over a client's data per round, without gradients.
     - For: better results on the worst clients. Requires automatic optimization.
 
     Args:

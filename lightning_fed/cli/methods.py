@@ -65,11 +65,11 @@ def describe_method(name: str) -> str:
     Example:
         >>> print(describe_method("fedprox"))
         fedprox
-            Average weighted by the number of examples, of client models trained with a proximal term.
+            Federated averaging with a proximal term in local training.
             Sends: 1 model down, 1 up.
             Keeps: nothing.
             Costs: no additional computation.
-            For: heterogeneous clients with long visits, and federations with stragglers.
+            For: heterogeneous clients with long local training, and slow clients.
             mu=0.01, row_weighting='global'
         <BLANKLINE>
     """

@@ -93,8 +93,8 @@ class FedMargin(Aggregator):
     :class:`~lightning_fed.callbacks.ClassPrototypes`, added automatically, measures the prototypes. To select the layer
     or classes, add this callback explicitly, with the same ``margin`` and ``class_reduction``.
 
-    - Sends: 1 model down, 1 up (and for each class a vector and two numbers; these also down for the margins
-      "hypothesis" and "relative").
+    - Sends: the model both ways; up a vector and two numbers per class, for the margins "hypothesis" and "relative"
+      also down.
     - Keeps: one vector per class on the server.
     - Costs: two passes over a client's data per round, without gradients.
     - For: unbalanced class distributions; segmentation.
