@@ -131,6 +131,18 @@ def light_app():
     return scope["app"]
 
 
+def start_worker(app, socket):
+    """Returns after the worker has accepted a connection: the socket's file exists earlier."""
+    thread = threading.Thread(target=serve, args=(app, socket), daemon=True)
+    thread.start()
+    while thread.is_alive():
+        try:
+            return Client(str(socket), family="AF_UNIX").close()
+        except (FileNotFoundError, ConnectionRefusedError):
+            thread.join(0.01)
+    raise AssertionError("the worker has ended")
+
+
 def test_visits_in_workers(federated_trainer, tmp_path, monkeypatch):
     """The file started by SuperNodes forwards messages to the worker and returns the answers, bit for bit."""
 
@@ -142,10 +154,7 @@ def test_visits_in_workers(federated_trainer, tmp_path, monkeypatch):
     here, _ = in_process(federated_trainer, module, data, Federation(), 2)
     whole = client_app(Federation(), module, clients_of(data), OPTIONS, store=tmp_path / "clients")
     socket = tmp_path / "private" / "worker"
-    thread = threading.Thread(target=serve, args=(whole, socket), daemon=True)
-    thread.start()
-    while not socket.exists():
-        thread.join(0.01)
+    start_worker(whole, socket)
     assert socket.parent.stat().st_mode & 0o077 == 0
     there = module()
     grid = FakeGrid({11: light_app()}, {11: {"worker": str(socket)}})
@@ -166,10 +175,7 @@ def test_what_a_worker_cannot_answer(tmp_path):
     """Invalid messages are rejected, senders may disconnect, and the worker continues."""
     whole = client_app(Federation(), lambda: None, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path)
     socket = tmp_path / "private" / "worker"
-    thread = threading.Thread(target=serve, args=(whole, socket), daemon=True)
-    thread.start()
-    while not socket.exists():
-        thread.join(0.01)
+    start_worker(whole, socket)
     app, context = light_app(), Context(1, 11, {"worker": str(socket)}, RecordDict(), {})
     FakeGrid({})
     with pytest.raises(ValueError, match="the message is not from lightning-fed"):
