@@ -72,15 +72,16 @@ def of_fedfusion(study: str) -> list[list[str]]:
     return [line[2:-2].split(" | ") for part in tables for line in part.splitlines()[2:]]
 
 
-def of_letters(study: str) -> list[list[str]]:
-    order = ["central", *fedmargin.PAPER_METHODS]
-    results = [{"monitor": "val_acc", "mode": "max", **run} for runs in read_runs(study).values() for run in runs]
+def of_margins(study: str) -> list[list[str]]:
+    settings, tables = fedmargin.STUDIES[study.removeprefix("fedmargin-")], list[str]()
+    results = [{"mode": "max", **run} for runs in read_runs(study).values() for run in runs]
     for run in results:  # times are stored with the last round
         run["rounds"] = [{"seconds": 0, "cpu_seconds": 0, **values} for values in run["rounds"]]
-    results.sort(key=lambda run: order.index(run["method"]))
-    letters = fedmargin.STUDIES["letters"]
-    tables = without_columns(fedmargin.markdown(results, last=letters.last), "wall s").split("\n\n")[:1]
-    tables.append(fedmargin.compare_pairs(results, letters, "val_acc", letters.last).split("\n\n")[0])
+    results.sort(key=lambda run: fedmargin.PAPER_METHODS.index(run["method"]))
+    for monitor in settings.monitors:
+        shown = [{**run, "monitor": monitor} for run in results]
+        tables += without_columns(fedmargin.markdown(shown, last=settings.last), "wall s").split("\n\n")[:1]
+        tables += fedmargin.compare_pairs(shown, settings, monitor, settings.last).split("\n\n")[:1]
     return [line[2:-2].split(" | ") for part in tables for line in part.splitlines()[2:]]
 
 
@@ -103,7 +104,8 @@ TABLES: dict[str, tuple[str, Callable[[str], list[list[str]]]]] = {
     "batch_norm_decision": ("batch_norm_decision", of_settings(batch_norm_decision.rows_of)),
     "label_skew": ("label_skew", of_settings(label_skew.rows_of)),
     "fedfusion-cifar10_classes-ten-seeds": ("fedfusion-cifar10_classes", of_fedfusion),
-    "fedmargin-letters": ("fedmargin-letters", of_letters),
+    "fedmargin-letters": ("fedmargin-letters", of_margins),
+    "fedmargin-synthetic-linear": ("fedmargin-synthetic-linear", of_margins),
     "merging": ("merging", of_merging),
     "unpaired": ("", lambda _: unpaired.rows()),  # from other tables
 }
