@@ -110,14 +110,8 @@ class Outcome:
 def rehearse(plan: Plan, seed: int) -> Outcome:
     """Runs a deployment's server and clients in simulated time. Equal ``plan`` and ``seed`` give an equal outcome."""
     outcome = Outcome(seed)
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with tempfile.TemporaryDirectory() as name:
-            _Run(plan, outcome, Path(name).resolve()).run()
-    finally:
-        # A killed server does not remove Lightning's handler, with references to all objects of the server.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
+    with tempfile.TemporaryDirectory() as name:
+        _Run(plan, outcome, Path(name).resolve()).run()
     return outcome
 
 
@@ -162,7 +156,7 @@ class _Run:
         if self.server_memory > plan.sites.server.memory:
             outcome.failure = f"the server needs {self.server_memory:.3g} GB of memory, more than the machine has"
             return
-        num_bytes = 0
+        num_bytes, handler = 0, signal.getsignal(signal.SIGTERM)
         with world.replace_time(self.folder):
             while self.server.starts <= _MOST_STARTS:
                 self.transport = RehearsalTransport(
@@ -185,6 +179,9 @@ class _Run:
                     world.note("server", f"ends: {outcome.failure}")
                     break
                 finally:
+                    # A killed server does not remove Lightning's handler, with references to all objects of the server.
+                    if handler is not None and threading.current_thread() is threading.main_thread():
+                        signal.signal(signal.SIGTERM, handler)
                     num_bytes += self.transport.sent + self.transport.received
                     outcome.answer_seconds += self.transport.answer_seconds()
             outcome.log, world.log = sorted(world.log, key=lambda event: event[0]), []
