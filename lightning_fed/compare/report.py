@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from lightning_fed.study.statistics import difference_of_sums, paired_sums
 
 _log = logging.getLogger(__name__)
 
-_STYLES = ("-", "--", ":", "-.")
 _OF_CLIENTS = (
     "client/",
     "fedmargin/lpm/",
@@ -88,9 +88,9 @@ def summarize(
 
 
 def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: float = 0.8, last: int = 1) -> str:
-    """Writes a comparison's tables and curves into a folder, and returns the table in Markdown.
+    """Writes ``rounds.csv``, ``summary.csv``, ``summary.md`` and, with matplotlib, ``curves.png`` into a folder.
 
-    For ``target`` and ``last`` see :func:`summarize`. The curves need matplotlib.
+    Returns the table in Markdown. For the other arguments see :func:`summarize`; at least one result is needed.
     """
     write_text_atomically(folder / "rounds.csv", _rounds(results))
     write_text_atomically(folder / "summary.csv", _summary(results, target, last))
@@ -156,12 +156,11 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
     central = [_score(run, last) for run in results if run["method"] == CENTRAL]
     for axes, part in zip(panels, parts, strict=True):
         methods = dict.fromkeys(run["method"] for run in results if run["method"] != CENTRAL)
-        for number, method in enumerate(methods):
+        for method, (style, color) in zip(methods, cycle(product(("-", "--", ":", "-."), COLORS)), strict=False):
             runs = [run for run in results if run["method"] == method and run["stragglers"] == part]
             curves = [[values.get(monitor, math.nan) for values in run["rounds"]] for run in runs]
             columns = list(zip(*curves, strict=False))  # rounds completed by all seeds
             rounds = range(1, len(columns) + 1)
-            style, color = _STYLES[number // len(COLORS) % len(_STYLES)], COLORS[number % len(COLORS)]
             axes.plot(rounds, [*map(statistics.fmean, columns)], style, color=color, label=_short_name(method))
             axes.fill_between(rounds, [*map(min, columns)], [*map(max, columns)], alpha=0.15, color=color, linewidth=0)
         if central:
