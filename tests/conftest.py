@@ -93,9 +93,9 @@ def console_as_it_was():
 
 
 def console_options():
-    """Each change replaces the dictionary."""
-    console = getattr(sys.modules.get("rich"), "_console", None)
-    return None if console is None else vars(console)
+    """A dictionary replaced by `rich.reconfigure`."""
+    rich = sys.modules.get("rich")
+    return None if rich is None else vars(rich.get_console())
 
 
 @pytest.fixture(autouse=True)

@@ -94,5 +94,5 @@ def test_a_federation_that_served_another_trainer_is_refused(federated_trainer):
 def test_a_method_that_cannot_be_copied_is_refused():
     callback = Rising()
     callback.lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"an object in `FedAvg` cannot .*: if the object is a callback"):
+    with pytest.raises(TypeError, match=r"can be copied, but an object in `FedAvg` cannot .*, give the callback to"):
         Federation(Method(FedAvg(), [callback]))

@@ -336,5 +336,5 @@ def test_options_that_cannot_be(make, error, message):
 @pytest.mark.parametrize("options", [{"local_epochs": 1}, {"local_steps": 9}])
 def test_federations_that_it_cannot_work_in(options, federated_trainer):
     trainer = federated_trainer(max_rounds=1, callbacks=[PersonalModel(0.1)], **options)
-    with pytest.raises(MisconfigurationException, match="Expected epochs for the personal model"):
+    with pytest.raises(MisconfigurationException, match=r"for the personal model .* set a larger `local_epochs`"):
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(SIZES)))

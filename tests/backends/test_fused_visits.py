@@ -534,7 +534,7 @@ OBSTACLES = {
 def test_obstacles_are_named(obstacle, fit, caplog):
     make, options = OBSTACLES[obstacle]
     row = Row(make, trainer=options)
-    with pytest.raises(MisconfigurationException, match=f"cannot replace .* loop, because {re.escape(obstacle)}"):
+    with pytest.raises(MisconfigurationException, match=f"`visits='fused'` cannot .*, because {re.escape(obstacle)}"):
         fit(row, "fused")
     lines, left = {}, {}
     for visits in ("auto", "lightning"):

@@ -40,7 +40,7 @@ def test_a_name_of_another_state_is_refused(kind, count, federated_trainer, tmp_
         pytest.skip("save_on_exception is new in Lightning 2.6")
     trainer = federated_trainer(max_rounds=1, callbacks=[saver], enable_checkpointing=True)
     clients = dict(list(CLIENTS.items())[:count])
-    with pytest.raises(MisconfigurationException, match=r"to save only after rounds"):
+    with pytest.raises(MisconfigurationException, match=r"the last complete round\. Set `every_n_epochs=1`"):
         trainer.fit(models.Module(models.cnn()), clients, PART)
     assert not list(tmp_path.glob("*.ckpt"))
 

@@ -311,7 +311,7 @@ def test_refusals(groups):
         neuron_features(state, first, ("rows",))
     with pytest.raises(ValueError, match=r"`axes` to be axes of the state's entries, but got 1 of 'first\.bias'"):
         PermutationGroup.over(state, {("first.bias", 1): "vec"}, 3)
-    with pytest.raises(ValueError, match=r"to divide the length 3 of axis 0 of 'first\.bias', but got 2"):
+    with pytest.raises(ValueError, match=r"`size`, .*, to divide the length 3 of axis 0 of 'first\.bias', but got 2"):
         PermutationGroup.over(state, {("first.bias", 0): "vec"}, 2)
     with pytest.raises(ValueError, match="have one element per client, at least one, but got 0, 0 and 0"):
         matched_mean([], [first], [], [3], [])

@@ -381,7 +381,7 @@ def test_labels_per_client_with_sizes_as_in_the_published_program():
 
 
 def test_labels_per_client_has_too_few_of_a_label():
-    with pytest.raises(ValueError, match=r"`min_per_label` \(6\) samples .* one label has only 20 samples for 4"):
+    with pytest.raises(ValueError, match=r"`min_per_label` \(6\) samples .* label has only 20 samples for 4 clients"):
         labels_per_client(np.repeat([0, 1], [20, 50]), 4, 2, 0, min_per_label=6)
     assert [part.size for part in labels_per_client(np.repeat([0, 1], [20, 50]), 4, 2, 0, min_per_label=5)] == [
         18, 18, 17, 17,
@@ -452,7 +452,7 @@ def test_quantity_skew_deals_samples_at_random():
 
 def test_quantity_skew_error_of_min_size(monkeypatch):
     monkeypatch.setattr(dealing_module, "MAX_TRIES", 7)
-    with pytest.raises(ValueError, match=r"40 samples .* 7 random partitions, .*beta=0\.01\): .* raise `beta`"):
+    with pytest.raises(ValueError, match=r"at least 40 samples .* 7 random .* \(.*beta=0\.01\): .* raise `beta`"):
         quantity_skew(1000, 20, 0, beta=0.01, min_size=40)
     with pytest.raises(ValueError, match=r"sigma=9\): .* lower `sigma`"):
         quantity_skew(1000, 20, 0, distribution="lognormal", sigma=9, min_size=40)

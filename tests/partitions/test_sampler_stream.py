@@ -381,7 +381,7 @@ REFUSED = {
     "an old generator of numpy": ({"sampler": Shared()}, "same indices for the same seed"),
     "a counter": ({"sampler": counting()}, "same indices for the same seed"),
     "endless": ({"sampler": Endless()}, "Endless to have a length"),
-    "longer": ({"sampler": Draws(lambda: range(SIZE), 9)}, "at most 9 batches or indices in a pass"),
+    "longer": ({"sampler": Draws(lambda: range(SIZE), 9)}, "at most 9 batches or indices in a pass, .* `__len__`"),
     "places": ({"sampler": Draws(lambda: ["north", "south"])}, "indices of examples, .* but got 'north'"),
     "lists": ({"sampler": Draws(lambda: [[1, 2]])}, r"indices of examples, .* but got \[1, 2\]"),
     "outside": ({"sampler": [1, 60]}, "indices from 0 to 59, but got 60"),

@@ -607,7 +607,7 @@ def by_epoch(optimizer):
         ({"faults": Faults(min_clients=2)}, "Expected min_clients=1 with differential privacy, but got 2"),
         (
             {"module": lambda: models.Module(models.mlp(), models.momentum, warm_up)},
-            "a scheduler per step or manual optimization: the learning rate",
+            "a scheduler per step or manual optimization: .* would depend on the clients' step counts",
         ),
         (
             {"module": lambda: models.ManualModule(models.mlp(), scheduler=by_epoch)},

@@ -85,7 +85,7 @@ def test_values_without_a_mean_are_refused_in_the_first_visit(kind, loss, change
     """Otherwise all clients would fill one list."""
     own = kind(loss)
     before = state_of(own)
-    remedy = rf"{kind.__name__} has no optimizer, .* of client 'a' {change}: register each buffer .* before `fit`"
+    remedy = rf"{kind.__name__} has no optimizer, .* the training of client 'a' {change}: register .* before `fit`"
     with pytest.raises(MisconfigurationException, match=remedy):
         either_trainer(1).fit(own, datamodule=clients())
     assert_same(before, state_of(own))

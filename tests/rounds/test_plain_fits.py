@@ -298,7 +298,7 @@ NOT_PLAIN = {
 def test_other_fits_refuse_names_by_step(case, fit, tmp_path):
     callbacks = [ProximalTerm(0.1)] if case == "callback" else []
     federation = NOT_PLAIN[case]() if case in NOT_PLAIN else None
-    with pytest.raises(MisconfigurationException, match="to save only after rounds"):
+    with pytest.raises(MisconfigurationException, match="this value belongs to the current batch"):
         fit(
             "auto",
             models.Module(models.mlp(), models.momentum),

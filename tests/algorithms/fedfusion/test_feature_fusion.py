@@ -858,7 +858,7 @@ class Aside(models.Module):
     ("module", "options", "error", "message"),
     [
         (Late, {}, ValueError, r"name the feature layer .*Create layers in `__init__`"),
-        (lambda: Aside(Net()), {}, MisconfigurationException, "to run the network Sequential .* no batch reached"),
+        (lambda: Aside(Net()), {}, MisconfigurationException, "the network Sequential .* but no batch reached this"),
         (lambda: models.Module(Net()), {"at": "net.nothing"}, ValueError, "but got 'net.nothing': 'net' has"),
         (lambda: models.Module(Net()), {"levels": [3]}, ValueError, "Expected `levels` to be among"),
     ],

@@ -371,7 +371,7 @@ def test_layers_in_the_lightning_module_itself():
 
     inputs, module = images(), Flat()
     fuse(module, "multi", at="conv2").refer()
-    with pytest.raises(RuntimeError, match="Expected Conv2d, the network with fused features, to receive a batch"):
+    with pytest.raises(RuntimeError, match="Expected Conv2d, the network with fused features, to receive a batch's"):
         module(inputs)
     unwrap(module)
     fusion = fuse(module, "single", at="conv2", network="")

@@ -891,7 +891,7 @@ def test_persistent_workers_of_a_clients_loader(federated_trainer, caplog):
     assert "The prototypes of client 'dan' are excluded: ValueError: Expected a loader without persistent workers" in (
         caplog.text
     )
-    assert "persistent" in caplog.text
+    assert "set `persistent_workers=False`" in caplog.text
     clients["dan"]._iterator = None  # noqa: SLF001 - garbage collection would wait five seconds for the worker
 
 

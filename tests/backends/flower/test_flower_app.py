@@ -132,7 +132,7 @@ def light_app():
 
 
 def start_worker(app, socket):
-    """Returns after the worker has accepted a connection: the socket's file exists earlier."""
+    """Returns when the worker accepts connections: the socket's file exists earlier."""
     thread = threading.Thread(target=serve, args=(app, socket), daemon=True)
     thread.start()
     while thread.is_alive():

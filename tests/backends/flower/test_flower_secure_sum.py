@@ -311,7 +311,8 @@ SUM = [MaxSamples(40), SecureSum(5.0)]
         ([], SUM, "the client's federation has a secure sum, but the server requests an unmasked update"),
         (
             [MaxSamples(40), SecureSum(5.0, 0.6)], SUM,
-            "3 of 5 clients would suffice to unmask the sum, but .* requires at least the fraction 0.667",
+            "3 of 5 clients would suffice to unmask the sum, but the client's federation requires at least "
+            "the fraction 0.667",
         ),
         ([MaxSamples(40), SecureSum(10.0)], SUM, "encodes 1.0 as the integer .*, but the server's"),
         ([MaxSamples(400), SecureSum(5.0)], SUM, "encodes 1.0 as the integer .*, but the server's"),

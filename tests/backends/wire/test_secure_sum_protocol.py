@@ -393,7 +393,8 @@ def test_what_does_not_unmask(changes, words, tmp_path):
         (
             {},
             {"least": 2},
-            "2 of 5 clients would suffice to unmask the sum, but the client's federation requires at least the",
+            "2 of 5 clients would suffice to unmask the sum, but the client's federation requires at least the "
+            "fraction 0.66",
         ),
         ({}, {"least": 6}, "the sum has 5 clients, but requires at least 6"),
         ({"min_clients": 6}, {}, "the sum has 5 clients, but requires at least 6"),
