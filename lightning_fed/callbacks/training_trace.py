@@ -253,7 +253,7 @@ def _plain_batch(trainer: L.Trainer, index: int) -> Any:
     with isolated_generators(loader, 0):
         for batch, *_ in itertools.islice(CombinedLoader(loader, "min_size"), index, None):
             return batch
-    raise ValueError(f"the training dataloader has no batch with index {index} for a trial step")
+    raise ValueError(f"the training dataloader has no batch {index}, and no earlier trial step returned a loss")
 
 
 def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:

@@ -285,9 +285,9 @@ def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
     """
     if any(getattr(part, "persistent_workers", False) for part in _parts(loader)):
         raise ValueError(
-            "Expected a loader without persistent workers, because the client's examples are read a second time during "
-            "training, and such a loader allows only one iterator: set `persistent_workers=False`, or avoid the second "
-            "iterator by `ClassPrototypes(passes='online')` or `SampledSoftmax(classes=...)`"
+            "Expected a loader without persistent workers for a pass outside training, because persistent workers "
+            "allow only one iterator: set `persistent_workers=False`, or avoid the pass by "
+            "`ClassPrototypes(passes='online')` or `SampledSoftmax(classes=...)`"
         )
     with seeded_own_generators(_owners(loader), seed):
         yield

@@ -110,7 +110,7 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
             lengths = planned.pass_batches or (planned.epoch_batches or 0,)
             for length in lengths if planned.visit.steps is None and planned.num_batches > lengths[0] else ():
                 if length % window:
-                    _refuse_window(window, f"an epoch of client {planned.visit.client!r} has {length}", "local epochs")
+                    _refuse_window(window, f"{length} in an epoch of client {planned.visit.client!r}", "local epochs")
     if num_clients == 1:
         if any(planned.is_stream for planned in visits):
             _check_shares(trainer, "limit_train_batches", "val_check_interval")
@@ -118,13 +118,13 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
     for window in windows:
         for planned in visits[:-1]:
             if planned.num_batches % window:
-                visit = f"a round of client {planned.visit.client!r} has {planned.num_batches}"
+                visit = f"{planned.num_batches} in a round of client {planned.visit.client!r}"
                 _refuse_window(window, visit, "clients")
 
 
 def _refuse_window(window: int, odd: str, between: str) -> None:
     raise MisconfigurationException(
-        f"Expected the number of batches to be a multiple of `accumulate_grad_batches` ({window}), but {odd} batches. "
+        f"Expected the number of batches to be a multiple of `accumulate_grad_batches` ({window}), but got {odd}. "
         f"An optimizer step would use batches from two {between}. Without stragglers, set `local_steps` to a multiple "
         f"of {window}. Otherwise use a {window} times larger batch size instead of accumulation."
     )
@@ -219,8 +219,8 @@ def _check_saver(saver: ModelCheckpoint) -> None:
             f"Expected `ModelCheckpoint` with {fault} to save only after rounds. Inside a round, this value belongs to "
             "the current batch, but the saved model belongs to the last complete round. Set `every_n_epochs=1`. To "
             "save inside rounds, use `ModelCheckpoint(every_n_train_steps=100, save_last=True, save_top_k=0)`. To save "
-            "after an exception, use `OnExceptionCheckpoint`. This error does not occur with a single client, "
-            "averaging and optimizer_state='keep'."
+            "after an exception, use `OnExceptionCheckpoint` instead of `save_on_exception`. This error does not occur "
+            "with a single client, averaging and optimizer_state='keep'."
         )
 
 

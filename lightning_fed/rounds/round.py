@@ -139,8 +139,8 @@ class Round:
             raise MisconfigurationException(
                 f"Expected frozen parameters and buffers to stay unchanged, but {type(self._server.rule).__name__} "
                 f"or a callback has written into {written[0]!r} ({len(written)} tensors in total). All updates of "
-                "a round share these tensors, so in-place operations change every update: assign a new tensor instead, "
-                "as in `update.state[name] = tensor`."
+                "a round share these tensors (`update.unsent`), so in-place operations change every update: assign a "
+                "new tensor instead, as in `update.state[name] = tensor`."
             )
 
     # 2. Close

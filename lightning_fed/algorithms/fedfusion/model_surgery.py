@@ -189,7 +189,7 @@ def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:
     if not fusion.is_plain:
         raise ValueError(
             "Expected the fused layer to have one input and one feature tensor, so that a convolution can replace the "
-            f"fusion, but {extractor} has several inputs or tensors: keep the fusion, or train with 'multi'."
+            f"fusion, but the layer of {extractor} has other inputs or outputs: keep the fusion, or train with 'multi'."
         )
     ndim, (operator,) = ndims[0], operators
     channels = len(operator.weight)

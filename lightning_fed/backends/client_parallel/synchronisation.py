@@ -131,8 +131,8 @@ class ProcessSynchronisation(RoundSynchronisation):
         if cut:
             raise RuntimeError(
                 f"Expected every process to train all assigned clients in round {round_number(number)}, but process "
-                f"{cut[0]} left the epoch early, and the other processes continued: do not return -1 from "
-                "`on_train_batch_start`, and stop the epoch in all processes."
+                f"{cut[0]} left the epoch early: to end the fit, set `trainer.should_stop` (effective after the round) "
+                "instead of returning -1 from `on_train_batch_start`."
             )
         trainer.should_stop = any(share.should_stop for share in shares)
         add_optimizer_steps(trainer, sum(share.steps for share in shares) - steps)

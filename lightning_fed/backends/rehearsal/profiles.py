@@ -94,4 +94,4 @@ def _read_profile(name: str, table: Mapping[str, Any], path: str | os.PathLike[s
     try:
         return Profile(**table)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"The table `{name}` in {os.fspath(path)} is invalid: {error}.") from error
+        raise ValueError(f"The table `{name}` in {os.fspath(path)} is invalid: {error}") from error

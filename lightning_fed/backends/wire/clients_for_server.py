@@ -119,8 +119,8 @@ class RemoteClientSide(RemoteSide):
         if filled:
             raise MisconfigurationException(
                 "Expected that buffers with NaN or infinite initial values stay unchanged, because the server does not "
-                f"send such buffers. The server has changed {sorted(filled)}. Add these buffers to `personal` for "
-                "separate values per client, or start with finite values for averaging."
+                f"send such buffers. On the server, validation or a hook has changed {sorted(filled)}. Add these "
+                "buffers to `personal` for separate values per client, or start with finite values for averaging."
             )
         self._server_entries = round.local.server_entries
         start = pack_numbers(optimizers.start) | {"optimizers": name_optimizers(fit.trainer.optimizers)}
