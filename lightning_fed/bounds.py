@@ -51,7 +51,7 @@ class MaxNorm(UpdateStep):
 
 
 class MaxMedianNorm(CollectingStep):
-    """Clips client updates to a multiple of the round's median norm.
+    """Clips client updates to a multiple of the round's median norm, unless the median is 0.
 
     The server stores all updates until the round is complete. Logs the number of clipped updates as ``fed/shortened``.
 

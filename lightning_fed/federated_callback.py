@@ -68,7 +68,7 @@ class FederatedCallback(TrainerCallback):
     """
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Called on the server before clients train. The hook must not change the module."""
+        """Called on the server before clients train. The hook must not change the module (the global model)."""
 
     def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
         """Names of the parameters of which clients request only some rows. Called once per fit."""
@@ -81,7 +81,7 @@ class FederatedCallback(TrainerCallback):
 
         The module contains the global model. Tensors added to ``request.extras`` are passed to the aggregation rule's
         :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`. Raising :class:`ClientFault` excludes the
-        client.
+        client. Parameters without requested rows are sent completely.
         """
 
     def on_server_send(

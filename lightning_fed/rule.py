@@ -157,7 +157,7 @@ class Aggregator(RuleCapabilities, ABC):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the rule's state between rounds, such as server momentum.
+        """Returns the rule's state between rounds (such as server momentum): tensors, numbers, texts and containers.
 
         Only :meth:`aggregate` may change the state, and must not write into old tensors. After a failed round the
         server restores the old state.

@@ -44,8 +44,8 @@ class AdaptiveAggregation(FederatedCallback):
     are mixed; all other layers are copied from the global model.
 
     Before each local training, one pass over a share of the client's data trains the weights. In the client's second
-    round, the pass is repeated until the weights converge, at most 100 times. The first round starts from the global
-    model. Reference: Zhang et al., AAAI 2023, equations 4 to 6.
+    round, the pass is repeated until the weights converge (standard deviation below 0.1 over 10 losses), at most 100
+    times. The first round starts from the global model. Reference: Zhang et al., AAAI 2023, equations 4 to 6.
 
     .. math:: W_i \leftarrow \mathrm{clip} \left( W_i - \eta \, \nabla_{\hat\theta_i} F_i \odot (\theta - \theta_i),
         0, 1 \right)

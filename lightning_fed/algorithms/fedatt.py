@@ -28,8 +28,9 @@ class FedAtt(AveragingAggregator):
         w_{t+1}^l = w_t^l - \epsilon \sum_k \alpha_k^l (w_t^l - w_k^l) + \beta z^l, \quad z^l \sim \mathcal{N}(0, I)
 
     A layer :math:`l` is one weight or bias, with the value :math:`w_t^l` in the global model and :math:`w_k^l` on
-    client :math:`k`. :math:`s_k^l` is the Euclidean distance, and :math:`\alpha_k^l` the client's weight. BatchNorm's
-    running statistics are averaged as in :class:`FedAvg`. Reference: Ji et al., IJCNN 2019.
+    client :math:`k`. :math:`s_k^l` is the Euclidean distance (in the authors' program the spectral norm for matrices),
+    and :math:`\alpha_k^l` the client's weight. Numbers of examples have no effect. BatchNorm's running statistics are
+    averaged as in :class:`FedAvg`. Reference: Ji et al., IJCNN 2019.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

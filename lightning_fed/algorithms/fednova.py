@@ -51,8 +51,9 @@ class FedNova(ChannelRule):
     2020, equations 8 to 10.
 
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
-    server excludes clients with implausible lengths. The paper's server momentum is
-    ``FedAvgM(momentum=0.9, aggregator="fednova")``.
+    server excludes clients with implausible lengths for the planned steps and epochs. The limit is a factor of about 8
+    from the round's median with ``local_steps``, or 64 with epochs (larger with momentum or schedulers per batch). The
+    paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
 
     - Sends: 1 model down, 1 up (and one number per parameter).
     - Keeps: nothing.

@@ -116,7 +116,7 @@ class FedAdagrad(Method):
 
     Args:
         lr: Server learning rate. The authors try powers of ten for server and client rate.
-        beta1: Decay for the first moment.
+        beta1: Decay for the first moment; the authors use 0.
         tau: Constant in the denominator. A smaller value is more adaptive.
         aggregator: The averaging method, by name or as an object. The paper uses ``"fairavg"``.
         lazy_rows: Whether untrained rows stay unchanged, see :class:`ServerOptimizer`.

@@ -36,7 +36,7 @@ class SCAFFOLD(ChannelRule):
     et al., ICML 2020, Algorithm 1.
 
     Only gradients of shared parameters are corrected. Buffers are averaged. For the paper's global step size use a
-    server optimizer, such as ``ServerOptimizer("SGD", "scaffold", lr=0.5)``.
+    server optimizer, such as ``ServerOptimizer("SGD", "scaffold", lr=0.5)``. The logged loss excludes the correction.
 
     - Sends: 2 models down, 2 up.
     - Keeps: 1 model per client, 1 model on the server.
@@ -45,6 +45,7 @@ class SCAFFOLD(ChannelRule):
 
     Args:
         weighting: Client weights: equal (``"uniform"``, as in the paper) or by number of examples (``"examples"``).
+            Control variates always have equal weights.
 
     Raises:
         ValueError: If ``weighting`` is unknown.

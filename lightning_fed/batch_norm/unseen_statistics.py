@@ -25,7 +25,7 @@ class UnseenStatistics:
     batches with many examples from one source. Layers in training mode or without running statistics are unchanged.
 
     Args:
-        module: The module, changed until :meth:`remove` or the end of a ``with`` block.
+        module: The module, changed until :meth:`remove` or the end of a ``with`` block. Compiled models run eagerly.
         layers: Names of BatchNorm layers; by default all BatchNorm layers.
 
     Attributes:

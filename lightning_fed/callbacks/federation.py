@@ -87,10 +87,10 @@ class Federation(TrainerCallback):
             Parameters without gradient are always frozen.
         batch_norm: Treatment of BatchNorm's running statistics. ``"recalibrate"``: the clients measure statistics with
             each new global model, and the server pools the statistics. :class:`~lightning_fed.LocalStatistics`:
-            separate statistics for each client. ``"auto"``: one of these two, chosen after the first round by the
-            difference between the clients' statistics. ``"average"``: averaged like parameters. ``"personal"``: whole
-            BatchNorm layers stay on the clients (FedBN). :class:`~lightning_fed.FixedStatistics`: fixed after some
-            rounds. ``"frozen"``: the initial statistics, also in training.
+            separate statistics for each client. ``"auto"``: chosen after the first round, separate statistics if the
+            clients' statistics differ much, otherwise pooled. ``"average"``: averaged like parameters. ``"personal"``:
+            whole BatchNorm layers stay on the clients (FedBN). :class:`~lightning_fed.FixedStatistics`: fixed after
+            some rounds. ``"frozen"``: the initial statistics, also in training.
         optimizer_state: Optimizer state at the start of local training: new (``"reset"``), or from the client's last
             round (``"keep"``).
         availability: Slow clients, and clients that never report (:class:`~lightning_fed.Availability`).
@@ -298,7 +298,7 @@ class Federation(TrainerCallback):
         return dict(self._fit.policies)
 
     def client_state(self, client: Client) -> dict[str, Any]:
-        """Returns a client's model: the global state dict with the client's personal tensors.
+        """Copies the state of a client's model: the global state dict with the client's personal tensors.
 
         After ``trainer.validate`` or ``trainer.test`` with a checkpoint, the state comes from the checkpoint. Before a
         client's first round, personal tensors have the initial values. Raises ``RuntimeError`` before the clients are

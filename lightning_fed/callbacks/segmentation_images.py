@@ -53,7 +53,8 @@ class SegmentationImages(PeriodicPictures):
         every_n_epochs: Epochs or rounds between two pictures.
         num_images: Number of rows.
         class_colors: Colour of each class, as red, green and blue from 0 to 255. By default the attribute
-            ``class_colors`` of the module or datamodule, or else a standard palette.
+            ``class_colors`` of the module or datamodule, or else a standard palette. The legend shows the attribute
+            ``class_names`` or ``classes``.
         mean: Mean that the data pipeline subtracts, one number or one per channel.
         std: Standard deviation by which the data pipeline divides, one number or one per channel. Without ``mean`` and
             ``std``, images with values outside 0 to 1 are rescaled.

@@ -50,7 +50,7 @@ class ClientStore(ABC):
 
     @abstractmethod
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """Returns the store's state before ``round``, for a checkpoint."""
+        """Returns the store's state before ``round``, for a checkpoint: tensors, numbers, texts and containers."""
 
     @abstractmethod
     def restore(self, round: int, state: dict[str, Any]) -> None:

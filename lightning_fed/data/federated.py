@@ -321,11 +321,11 @@ def evaluated_client(trainer: L.Trainer) -> Client | None:
 
 def copy_loader(loader: Any) -> Any:
     """Returns a dataloader that can be read while another iterator reads ``loader``."""
-    # With persistent workers, a second iterator would end the first.
     if isinstance(loader, ChainedLoaders):
         return ChainedLoaders([copy_loader(part) for part in loader.loaders], loader.clients)
     if not getattr(loader, "persistent_workers", False):
         return loader
+    # With persistent workers, a second iterator would end the first.
     copied = copy.copy(loader)
     vars(copied)["persistent_workers"] = False  # a DataLoader does not allow this attribute to be set
     return copied

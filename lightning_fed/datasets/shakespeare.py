@@ -40,7 +40,7 @@ class Shakespeare(FederatedDataModule):
     Both files may also be directly in `data_dir`. Without `data_dir`, random text is generated for 12 roles.
 
     A sample is a window from the role's text. The first samples of a role are for training and the last for validation,
-    as in the LEAF benchmark.
+    as in the LEAF benchmark. Samples between both parts are dropped, so validation windows overlap no training windows.
 
     FedMA's setting is ``Shakespeare(data_dir, min_samples=10_000, max_clients=66)``, with LEAF's edition. Source: S.
     Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097; H. Wang et al., "Federated Learning

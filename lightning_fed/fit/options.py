@@ -25,9 +25,9 @@ class LocalStatistics:
     Args:
         unseen: Statistics for data of no client. ``"batch"``: statistics of each batch. ``"data"``: statistics of the
             whole loader, measured before the evaluation (AdaBN, Li et al. 2016). ``"pooled"``: statistics pooled over
-            the round's clients.
+            the round's clients, at the cost of ``batch_norm="recalibrate"``.
         measured: Time of the measurement. ``"aggregation"``: after the aggregation, with the new weights. ``"visit"``:
-            during local training, while the weights change, as in SiloBN.
+            during local training as in SiloBN, while the weights change, so that the statistics fit no single model.
 
     Example:
         >>> from lightning_fed import Federation
@@ -77,11 +77,11 @@ class Faults:
 
     Args:
         min_clients: Minimum number of valid updates per round. With fewer updates, the global model does not change.
-        max_failed_rounds: Number of consecutive failed rounds after which the fit ends with an error. The fit also ends
-            if all clients of a round raise the same error, or if no round has succeeded at the end. If ``None``, the
-            fit continues after any failure.
-        visit_timeout: Time limit for one client's training in a round, in seconds; ``None`` for no limit. Requires
-            Unix, and a fit in the main thread.
+        max_failed_rounds: Number of consecutive failed rounds (without a new model because of failures) after which the
+            fit ends with an error. The fit also ends if all clients of a round raise the same error, or if no round has
+            succeeded at the end. If ``None``, the fit continues after any failure.
+        visit_timeout: Time limit for one client's training in a round, in seconds, including data loading; ``None`` for
+            no limit. Requires Unix, and a fit in the main thread.
 
     Example:
         >>> from lightning_fed import Federation

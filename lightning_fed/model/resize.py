@@ -31,7 +31,7 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         state: New values of parameters and buffers by name, with unchanged number of axes.
 
     Raises:
-        ValueError: If a name is unknown, or a value has another number of axes.
+        ValueError: If a name is unknown, or a value has another number of axes. The module is then unchanged.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))

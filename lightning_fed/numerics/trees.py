@@ -190,8 +190,8 @@ def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copies each value into the target at the same index, like ``Tensor.copy_``."""
     pairs = list(zip(targets, values, strict=True))
     for dtype in {target.dtype for target in targets}:  # a fused kernel serves one dtype
-        # `torch._foreach_*` is documented as beta, and used in all PyTorch optimizers.
         group = [(target, value) for target, value in pairs if target.dtype == dtype]
+        # `torch._foreach_*` is documented as beta, and used in all PyTorch optimizers.
         torch._foreach_copy_([target for target, _ in group], [value for _, value in group])
 
 

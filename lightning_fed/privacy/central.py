@@ -60,7 +60,7 @@ class CentralDP(UpdateStep):
 
     :math:`w_t` is the model in round t, and :math:`u_i` a client's update. Each of the N clients is drawn with
     probability q, and all have equal weight. :math:`z_\Delta` is the ``noise_multiplier`` z, or with ``adaptive`` a
-    larger number.
+    larger number. The equations are for ``"poisson"`` sampling.
 
     With ``adaptive`` the clipping norm C changes until a fraction :math:`\gamma` (``quantile``) of updates is not
     clipped:
@@ -74,8 +74,9 @@ class CentralDP(UpdateStep):
     The noise's standard deviation :math:`\sigma_b` is the class attribute ``count_noise`` times :math:`q N`. The
     fraction also reveals information, so the sum has more noise.
 
-    A small epsilon requires many clients. The aggregation rule must be ``fedavg``. Methods whose clients only send the
-    model, such as ``fedprox`` and ``fedbn``, are supported. Earlier update steps may be server optimizers.
+    A small epsilon requires many clients: with all of 12 clients in each of 50 rounds and z = 1, epsilon is 44.4 at
+    :math:`\delta = 0.01`. The aggregation rule must be ``fedavg``. Methods whose clients only send the model, such as
+    ``fedprox`` and ``fedbn``, are supported. Earlier update steps may be server optimizers.
 
     Args:
         clip: Clipping norm C of an update over all shared parameters; with ``adaptive``, the initial norm.
@@ -97,7 +98,7 @@ class CentralDP(UpdateStep):
             without noise. Also if both or neither of ``noise_multiplier`` and ``epsilon`` are given.
 
     Note:
-        Logs ``privacy/epsilon``, ``privacy/delta``, ``privacy/noise_std`` (per coordinate of the sum), and
+        Logs ``privacy/epsilon`` (so far), ``privacy/delta``, ``privacy/noise_std`` (per coordinate of the sum), and
         ``privacy/clip``. With ``adaptive``, also logs ``privacy/clipped_share``. Anyone with a checkpoint can remove
         the noise, because checkpoints contain the secret key. The noise is not protected against attacks on the lowest
         bits of floating-point numbers (Mironov 2012).
@@ -354,7 +355,6 @@ class PrivateSum(Held):
 
     @property
     def total(self) -> State:
-
         return {} if self.vector is None else self._step.by_entry(self.vector)
 
     def merge(self, other: PrivateSum) -> None:

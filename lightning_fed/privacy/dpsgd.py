@@ -123,7 +123,8 @@ class DPSGD(RevertingCallback, FederatedCallback):
         ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are
             given. Also if ``epsilon`` is given for an unlimited number of epochs.
         MisconfigurationException: In a fit, if a setting does not allow a privacy guarantee, for example BatchNorm,
-            manual optimization, or accumulated gradients.
+            manual optimization, accumulated or clipped gradients, a compiled module, or a precision other than
+            ``"32-true"``, ``"64-true"`` and ``"bf16-mixed"``.
         ModuleNotFoundError: In a fit, if ``opacus`` or ``dp-accounting`` is not installed.
 
     Note:
@@ -225,7 +226,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
             federation.find_population().sampling = PoissonSampling(self._key)
             if self.planned_epsilon is not None and not federation.has_server:
                 raise MisconfigurationException(
-                    f"`DPSGD` does not support `epsilon` with clients on other machines: {self.needs_local_clients}."
+                    f"`DPSGD` supports no `epsilon` with clients on other machines, because {self.needs_local_clients}."
                 )
             self._plan_noise(trainer.max_epochs, lambda: map(_visit_of(federation), federation.population.clients))
 
@@ -587,7 +588,7 @@ class _Visit:
         }
         self.gradients = ExampleGradients(module, self.trained.values())
         self._module = module
-        # compared after the training, because other tensors may not change
+        # compared after the training, because other tensors must not change
         self._initial_entries = {name: value.detach().clone() for name, value in self._untrained().items()}
 
     def check_untrained(self) -> None:

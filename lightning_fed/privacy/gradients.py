@@ -76,7 +76,6 @@ class ExampleGradients:
         self._handles += [layer.register_forward_hook(self._watch, always_call=True) for layer in self._layers]
 
     def clear(self) -> None:
-
         self.values = {}
         self._calls.clear()
 

@@ -59,7 +59,7 @@ class SecureSum(UpdateStep):
     Args:
         clip: Maximum update norm over all shared floating-point tensors; by default the norm of :class:`CentralDP`.
         threshold: Minimum fraction of the round's clients in the sum, more than one half. With fewer valid updates the
-            round fails.
+            round fails. To learn one client's update, the server would need the help of all other clients in the sum.
 
     Raises:
         ValueError: If an argument is outside its range, the rule is not an average, or weights are unbounded. In a fit,
@@ -210,7 +210,6 @@ class RingSum(Held):
 
     @property
     def least(self) -> int:
-
         return int(self._step.least)
 
     def add(self, update: ClientUpdate, sent: State) -> None:
@@ -237,7 +236,6 @@ class RingSum(Held):
             self.total[name] = in_ring(total.long() - part.reshape(total.shape).to(total.device).long())
 
     def discard(self, reason: str) -> None:
-
         self._fault = self._fault or reason
 
     def release(self) -> Sequence[Arrived]:

@@ -272,7 +272,7 @@ class Server(ServerInterface):
         if request.rows:
             self._slice(broadcast, request)
         form = dict(self.chain.form(broadcast))
-        # To check the client's update later.
+        # The client's update must have this form.
         self._expected[client] = _Expected(form, dict(broadcast.state), dict(broadcast.rows))
         return broadcast
 

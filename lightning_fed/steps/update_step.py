@@ -126,7 +126,7 @@ class UpdateStep(StepCapabilities):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the step's state between rounds, for checkpoints."""
+        """Returns the step's state between rounds, for checkpoints: tensors, numbers, texts and containers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

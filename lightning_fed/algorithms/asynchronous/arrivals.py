@@ -232,7 +232,7 @@ class NetworkOrder(Order):
         return {"clients": clients, "versions": list(self.flying.values()), "started": self._started}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self._is_running:  # after a failed round, clients do not send updates again
+        if not self._is_running:  # a failed round is not undone: clients send each update once
             self.flying = dict(zip(state.get("clients", ()), state.get("versions", ()), strict=True))
             self._started = state.get("started", 0)
 

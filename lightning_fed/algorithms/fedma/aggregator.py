@@ -79,7 +79,8 @@ class FedMA(Aggregator):
             outgoing weights. See :func:`~lightning_fed.matching.match_states`.
         score: Matching score, ``"marginal"`` or ``"published"``, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: Parameter :math:`\gamma` of the score; larger values add more neurons. By default 7 with the published
-            score, or 1 with the marginal score.
+            score, or 1 with the marginal score. With the published score, the authors use 7 for convolutional networks,
+            and 0.001 (no growth) for an LSTM.
         passes: Maximum number of times to repeat the matching over all clients, for each layer.
         max_width: Maximum layer width, as a multiple of a client's width; ``None`` for no limit. ``"auto"`` sets 1.25
             with the marginal score, and no limit with the published score.

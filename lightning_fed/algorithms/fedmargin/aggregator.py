@@ -96,7 +96,7 @@ class FedMargin(Aggregator):
     - Sends: the model both ways; up a vector and two numbers per class, for the margins "hypothesis" and "relative"
       also down.
     - Keeps: one vector per class on the server.
-    - Costs: two passes over a client's data per round, without gradients.
+    - Costs: two passes over a client's data per round, without gradients. The server stores all updates of a round.
     - For: unbalanced class distributions; segmentation.
 
     Args:

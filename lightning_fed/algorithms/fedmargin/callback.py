@@ -51,7 +51,8 @@ class ClassPrototypes(RevertingCallback, FederatedCallback):
     - ``passes="exact"`` computes features of the same examples before and after local training, in evaluation mode.
       These two passes run ``training_step``, or with manual optimization ``validation_step``. Training does not change.
     - ``passes="online"`` reuses features from the first and the last training epoch, or from both halves of a single
-      epoch. Margins from few batches are noisy, and with one batch the LPM is missing.
+      epoch. The features also depend on weight changes within an epoch, augmentation and dropout. Margins from few
+      batches are noisy, and with one batch the LPM is missing.
 
     Args:
         layer: Name of the layer with the features as output. By default, the features are the classifier's input, or

@@ -34,8 +34,9 @@ class FeSEM(Aggregator):
 
     Here :math:`W_k` is client k's model after local training, :math:`n_k` the number of examples, and :math:`r_k` the
     client's cluster. :math:`\tilde W^{(g)}` is the global model ("centre") of cluster g. Each client in a round is
-    assigned to the nearest centre. Then each centre becomes the mean over the assigned clients. Local training starts
-    from the client's centre. Reference: Xie et al., 2020, "FeSEM".
+    assigned to the nearest centre. Then each centre becomes the mean over the assigned clients. A centre without
+    clients in the round does not change. Local training starts from the client's centre. Reference: Xie et al., 2020,
+    "FeSEM".
 
     The first round uses federated averaging, and the clients' models initialise the centres. Clients without a centre
     start from the Trainer's model, the mean over all centres. :class:`~lightning_fed.callbacks.CenterEvaluation`

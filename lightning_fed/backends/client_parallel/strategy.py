@@ -36,7 +36,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
             training time). Only with ``"batches"``, two runs agree bit for bit.
         process_group_backend: Backend for ``torch.distributed``; by default chosen for the device.
         timeout: Maximum time to wait for other processes. Must exceed a process's training time in a round.
-        **options: Other arguments of ``DDPStrategy``.
+        **options: Other arguments of ``DDPStrategy``; the Trainer sets the devices and plugins.
 
     Raises:
         ValueError: If ``balance`` is unknown.

@@ -43,7 +43,7 @@ def server_app(
         federation: The federation. The client side needs the same arguments.
         model: The LightningModule, or a function that builds the module (called with the federation's seed set).
         val_data: Validation data for the global model, as for :class:`~lightning_fed.data.FederatedDataModule`, or a
-            datamodule with a validation loader.
+            datamodule with a validation loader (``setup`` receives the stage ``"validate"``).
         trainer: Arguments for ``L.Trainer``; ``max_epochs`` is the number of rounds.
         clients: The client names, or the number of clients. Training starts when all clients are connected. Clients
             that connect later are ignored, and a resumed run waits for the original clients. A mapping binds each

@@ -35,7 +35,7 @@ class FederationController(Controller):  # type: ignore[misc]
         federation: The federation. The client side needs the same arguments.
         model: The LightningModule, or a function that builds the module (called with the federation's seed set).
         val_data: Validation data for the global model, as for :class:`~lightning_fed.data.FederatedDataModule`, or a
-            datamodule with a validation loader.
+            datamodule with a validation loader (``setup`` receives the stage ``"validate"``).
         trainer: Arguments for ``L.Trainer``; ``max_epochs`` is the number of rounds.
         clients: Client names, equal to the site names, or a mapping from client to site name.
         folder: Folder for checkpoints (``last.ckpt``), outside the job's folder (deleted by NVFLARE).

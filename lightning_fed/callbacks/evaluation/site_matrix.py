@@ -32,8 +32,8 @@ class SiteMatrix(FederatedCallback):
         folder: Folder for files; if ``None``, the matrix is only logged.
 
     Raises:
-        MisconfigurationException: In ``fit``, if the server does not receive each client's complete model, or if no
-            client has validation data.
+        MisconfigurationException: In ``fit``, if personal entries, privacy or compression hide the clients' complete
+            models from the server, or if no client has validation data.
 
     Example:
         >>> matrix = SiteMatrix("val_acc")
