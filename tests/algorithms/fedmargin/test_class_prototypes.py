@@ -509,7 +509,7 @@ def test_an_epoch_without_a_length(plain_trainer):
 @pytest.mark.filterwarnings("ignore:.*persistent_workers")
 def test_persistent_workers_of_a_plain_trainer(plain_trainer):
     loader = loaders(1, persistent_workers=True)["bob"]
-    message = r"without persistent workers, .*: set `persistent_workers=False`, .*'online'"
+    message = r"without persistent workers .*: set `persistent_workers=False`, .*'online'"
     for options, error in (({"layer": "net.0", "num_classes": 3}, ValueError), ({}, MisconfigurationException)):
         with pytest.raises(error, match=message):
             plain_trainer(max_epochs=1, callbacks=[ClassPrototypes(**options)]).fit(
