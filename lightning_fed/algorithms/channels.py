@@ -33,7 +33,7 @@ _OCTAVES = 7
 
 @dataclass(frozen=True)
 class Channel:
-    """Describes additional tensors in messages, such as SCAFFOLD's control variates.
+    """Describes one kind of additional values in messages, such as SCAFFOLD's control variates.
 
     Args:
         form: ``"entry"`` for one tensor per model parameter, in float32 or float64. ``"numbers"`` for one number per
@@ -42,9 +42,9 @@ class Channel:
         down: Whether the server sends the tensors with the global model.
         memory: Whether clients keep the tensors between rounds.
         server: Whether the server keeps the tensors between rounds.
-        bounds: Server's check for implausible numbers, or ``"none"``. With ``"above"`` the limit is about 128 times the
-            round's median. ``"work"`` is for numbers that grow with the amount of training, see
-            :attr:`ChannelRule.octaves`.
+        bounds: Check of clients' numbers on the server. ``"above"`` excludes clients with a number above about 128
+            times the round's median. ``"work"`` is for numbers that grow with the amount of training, such as step
+            counts, and uses the limit :attr:`ChannelRule.octaves`. ``"none"`` disables the check.
     """
 
     form: Literal["entry", "numbers", "number"] = "entry"
@@ -55,9 +55,9 @@ class Channel:
     bounds: Literal["none", "above", "work"] = "none"
 
     def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
-        """Returns this channel's values in a client's update, by parameter name.
+        """Returns the additional values described by this object in a client's update, by parameter name.
 
-        ``title`` is the channel's name, and ``state`` has the expected shapes. Raises ``BadUpdate`` for invalid values.
+        ``title`` names the values in the update. ``state`` has the expected shapes. Invalid values raise ``BadUpdate``.
         """
         alone = {"": update.extras[title]} if title in update.extras else {}
         sent = alone if self.form == "number" else without_prefix(update.extras, f"{title}:")
@@ -80,9 +80,9 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """Numbers sent by a client, by channel and parameter name.
+    """Additional numbers in a client's update. The keys are the name of a :class:`Channel` and a parameter's name.
 
-    ``octaves`` contains each number's size as a power of two, for comparisons between clients.
+    ``octaves`` has the numbers' binary exponents, for comparisons between clients.
     """
 
     num_samples: int
@@ -92,11 +92,11 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Running sums over the updates of clients that sent similar numbers.
+    """Running sums over the updates of clients with similar additional numbers, see :class:`Channel`.
 
-    The server can find implausible numbers only after all updates. The sums with such numbers are then omitted.
-
-    ``running`` is the mean model, and ``means`` has each channel's mean. Subclasses of the rule can add ``sums``.
+    The server finds implausible numbers only after all updates. To exclude these clients, the server then omits whole
+    sums, so clients with dissimilar numbers need separate sums. ``running`` is the mean model, and ``means`` has the
+    means of additional tensors. Subclasses of the rule can add ``sums``.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)
@@ -142,16 +142,16 @@ class ChannelVisit:
 
 
 class ChannelRule(AveragingAggregator):
-    """Base class of averaging rules with additional tensors in messages.
+    """Base class of averaging rules with additional values in messages.
 
-    :attr:`channels` describes these tensors by name. A client calls :meth:`follow_step` in every optimizer step, and
+    :attr:`channels` describes these values by name. A client calls :meth:`follow_step` in every optimizer step, and
     :meth:`end_visit` after local training. The server calls :meth:`finish` after the round's last update.
 
     Attributes:
-        octaves: Limit for channels with ``bounds="work"``. The server divides each number by the client's work. Clients
-            more than a factor ``2 ** octaves`` from the round's median are excluded.
-        work: Two measures of each client's work: epochs, and epochs times examples. With ``local_steps``, both are the
-            number of steps. Only clients beyond the limit in both measures are excluded.
+        octaves: Limit for numbers that grow with the amount of training (``bounds="work"``). The server divides such a
+            number by both measures in ``work``. Clients are excluded if both quotients are more than a factor
+            ``2 ** octaves`` from the round's median.
+        work: For each client, epochs and epochs times examples. With ``local_steps``, both are the number of steps.
 
     Example:
         >>> class LastGradient(ChannelRule):
@@ -190,11 +190,11 @@ class ChannelRule(AveragingAggregator):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Called in every optimizer step for each parameter, before the correction, for example to sum gradients.
+        """Called in every optimizer step for each parameter, for example to sum gradients.
 
-        The result is the ``record`` of the next step; the first ``record`` is ``None``. After training, the last result
-        is in ``visit.records``. Divide the gradient by ``scale``, the loss scale of mixed precision. ``group`` and
-        ``state`` are the parameter's optimizer group and optimizer state.
+        The gradient does not yet include the term from :meth:`begin_visit`. Divide by ``scale``, the loss scale of
+        mixed precision. ``record`` is the previous step's result, at first ``None``. After training, ``visit.records``
+        has the last results. ``group`` and ``state`` are the parameter's optimizer group and optimizer state.
         """
         return record
 
@@ -257,9 +257,9 @@ class ChannelRule(AveragingAggregator):
             self.parts.setdefault(key, Part()).merge(part)
 
     def join(self) -> Part:
-        """Returns the sums over all clients.
+        """Merges the running sums over all clients.
 
-        If a client's numbers are implausible, omits this client's :class:`Part` and raises ``BadUpdates``.
+        Raises ``BadUpdates`` if clients sent implausible numbers. The next call excludes these clients.
         """
         self._exclude()
         if len(self.parts) == 1:
@@ -276,9 +276,9 @@ class ChannelRule(AveragingAggregator):
         return self.finish(super().aggregate(), part)
 
     def finish(self, state: State, part: Part) -> State:
-        """Returns the new global model, by default the clients' mean ``state``.
+        """Returns the new global model, by default ``state``, the mean of the client models.
 
-        Overrides may change ``state`` in place. ``part`` contains the round's sums.
+        Overrides may change ``state`` in place. ``part`` has the means of additional tensors.
         """
         return state
 

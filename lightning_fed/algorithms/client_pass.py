@@ -22,10 +22,10 @@ _Result = TypeVar("_Result")
 def pass_over_data(
     population: Population, planned: PlannedVisit, function: Callable[[Iterator[Any]], _Result]
 ) -> _Result | None:
-    """Calls ``function`` once with an iterator over a client's training batches.
+    """Calls ``function`` once with an iterator over a client's training batches, and returns the result.
 
-    ``function`` must return ``None`` if no batch had a loss. Then, or if the data cannot be read, the result is
-    ``None`` and ``planned.fault`` has the reason.
+    ``function`` must return ``None`` if no batch had a loss. The result is also ``None`` if loading the data or
+    ``function`` fails. In both cases ``planned.fault`` has the reason.
     """
     faults: list[Exception] = []
     with seeded_generators(), closing(until_fault(population.one_pass(planned.visit, isolated=True), faults)) as data:

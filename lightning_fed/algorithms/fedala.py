@@ -181,11 +181,11 @@ def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tens
 
 @register
 class FedALA(Method):
-    """Mixes the last layers of the global model and of the client's last model.
+    """Starts local training from a mixture of the global model and the client's last trained model.
 
-    Each parameter element has a mixing weight. The client learns these weights before each local training, see
-    :class:`~lightning_fed.callbacks.AdaptiveAggregation`. The server averages as in ``aggregator``. Evaluation uses
-    each client's last model. Reference: Zhang et al., AAAI 2023.
+    Only the last layers are mixed. Each element of these layers' parameters has a mixing weight, learned by the client
+    before each local training, see :class:`~lightning_fed.callbacks.AdaptiveAggregation`. The server averages as in
+    ``aggregator``. Evaluation uses each client's last trained model. Reference: Zhang et al., AAAI 2023.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, and a weight for each element in the mixed layers.

@@ -1,4 +1,4 @@
-"""FedAtt, attentive aggregation: layers with larger changes get larger weights.
+"""FedAtt, attentive aggregation: clients that changed a layer more have larger weights for this layer.
 
 Ji, Pan, Long, Li, Jiang & Huang, "Learning Private Neural Language Modeling with Attentive Aggregation", IJCNN 2019.
 https://arxiv.org/abs/1812.07108
@@ -22,7 +22,7 @@ from lightning_fed.rule import AveragingAggregator, RoundInfo
 
 @register
 class FedAtt(AveragingAggregator):
-    r"""Averages the client models, with larger weights for layers with larger changes.
+    r"""Averages each layer, with larger weights for clients that changed the layer more.
 
     .. math:: s_k^l = \lVert w_t^l - w_k^l \rVert, \qquad \alpha^l = \mathrm{softmax}_k(s_k^l), \qquad
         w_{t+1}^l = w_t^l - \epsilon \sum_k \alpha_k^l (w_t^l - w_k^l) + \beta z^l, \quad z^l \sim \mathcal{N}(0, I)

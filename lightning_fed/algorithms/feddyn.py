@@ -65,9 +65,9 @@ class FedDyn(ChannelRule):
         self.alpha = check_positive("alpha", alpha)
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        r"""Returns :math:`\alpha x + g_i` for each parameter.
+        r"""Returns :math:`\alpha x + g_i`, the constant terms to subtract from the gradients, by parameter name.
 
-        Here :math:`x` is the received model, and :math:`g_i` is stored on the client between rounds.
+        Here :math:`\alpha` is ``alpha``, :math:`x` the received model, and :math:`g_i` a sum stored on the client.
         """
         corrections, gradients = {}, visit.memory["feddyn"]
         for name, parameter in visit.parameters.items():

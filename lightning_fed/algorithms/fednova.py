@@ -51,9 +51,9 @@ class FedNova(ChannelRule):
     2020, equations 8 to 10.
 
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
-    server excludes clients with implausible lengths for the planned steps and epochs. The limit is a factor of about 8
-    from the round's median with ``local_steps``, or 64 with epochs (larger with momentum or schedulers per batch). The
-    paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
+    server compares each client's length, per planned step or epoch, with the round's median. With ``local_steps``,
+    clients beyond a factor of about 8 are excluded. With epochs the factor is 64, or larger with momentum or schedulers
+    per batch. The paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
 
     - Sends: 1 model down, 1 up (and one number per parameter).
     - Keeps: nothing.
@@ -116,7 +116,7 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Simulates the next SGD step with gradient 1. Returns the momentum buffer, and the change after each step."""
+        """Simulates one more SGD step with gradient 1. Returns the momentum and all distances from the start so far."""
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length
@@ -130,7 +130,7 @@ class FedNova(ChannelRule):
         return momentum, lengths
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Sends the length :math:`d_K` (:class:`FedNova`) for each shared parameter; 0 without optimizer steps."""
+        """Sends the steps' total length, :math:`d_K` in :class:`FedNova`, by parameter; 0 without optimizer steps."""
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad or name in visit.records:
                 _, lengths = visit.records.get(name, (0.0, [0.0] * max(1, visit.steps)))
@@ -159,7 +159,7 @@ class FedNova(ChannelRule):
 
 
 class _NormalisedSum:
-    """Weighted sum of one parameter's client updates, each divided by the client's length."""
+    """Weighted sum of one parameter's updates, each divided by the total length of the client's steps."""
 
     def __init__(self) -> None:
         self.first = 0.0  # a_1: for equal lengths all factors are 1, as in FedAvg

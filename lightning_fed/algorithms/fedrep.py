@@ -128,10 +128,9 @@ class FedRep(Method):
     Args:
         head: Layers of the head: a name pattern (``"head.*"``), a module type, or several. The default is the
             classifier.
-        head_epochs: Epochs per round for the head, at least 1, by default 10.
-        body_epochs: Epochs per round for the body, at least 0, by default 1.
-        local_epochs: Sum of ``head_epochs`` and ``body_epochs``. If given, an omitted ``head_epochs`` or
-            ``body_epochs`` is the rest; if both are omitted, ``body_epochs`` is 1.
+        head_epochs: Epochs per round for the head, at least 1, by default ``local_epochs - body_epochs`` or 10.
+        body_epochs: Epochs per round for the body, at least 0, by default ``local_epochs - head_epochs`` or 1.
+        local_epochs: Total epochs per round, by default the sum. If only this number is given, ``body_epochs`` is 1.
         aggregator: Federated method for the body, by name or as an object.
 
     Raises:

@@ -191,7 +191,7 @@ class MOON(Method):
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client.
-    - Costs: per batch, two additional forward passes through the layers before the classifier; two copies of these.
+    - Costs: per batch, two additional forward passes up to the features; two more models in memory.
     - For: image data, and clients with different label distributions that participate often.
 
     Args:

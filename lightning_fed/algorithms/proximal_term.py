@@ -17,9 +17,9 @@ class ProximalTerm(GradientTerm):
     .. math:: w \leftarrow w - \eta \left( \nabla F_k(w) + \mu (w - w_t) \right)
 
     Here :math:`F_k` is client k's loss, :math:`w` the local model, :math:`\eta` the learning rate, and :math:`w_t` the
-    global model at the start of the round. The term is added before clipping with ``gradient_clip_val``, but with
-    manual optimization after the module's own clipping. Personal and frozen parameters have no term. Reference: Li et
-    al., MLSys 2020, Algorithm 2.
+    global model at the start of the round. Clipping with ``gradient_clip_val`` includes the term. With manual
+    optimization, the term is added in ``optimizer.step()``, after any clipping by the module. Personal and frozen
+    parameters have no term. Reference: Li et al., MLSys 2020, Algorithm 2.
 
     The logged training loss does not include the term.
 

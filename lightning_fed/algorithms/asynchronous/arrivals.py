@@ -98,7 +98,7 @@ class Order(ABC):
 
 @dataclass(frozen=True)
 class Clock:
-    """Simulated time, number of started trainings, and unfinished trainings before a round."""
+    """State at the start of a simulated round: time, number of started trainings, and trainings still running."""
 
     round: int = 0
     seconds: float = 0.0

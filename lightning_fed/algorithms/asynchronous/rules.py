@@ -38,12 +38,12 @@ Staleness: TypeAlias = float | Sequence[float]
 class AsynchronousRule(AveragingAggregator):
     r"""Base class of asynchronous aggregation rules.
 
-    A round ends after ``buffer`` updates. At any time ``clients_per_round`` clients train, by default all clients. When
-    an update arrives, another client starts from the newest global model. The sender can start again after the round.
+    A round ends after ``buffer`` updates. At most ``clients_per_round`` clients train at a time, by default all. When
+    an update arrives, the sender pauses until the next round, and an idle client starts from the newest global model.
 
-    An update's staleness is :math:`\tau = v - r`, if the client started in round :math:`r` and the update arrives
-    in round :math:`v`. An update has the weight :math:`s(\tau)`. A failed round also counts. In a simulation, clients
-    train from their start model with the learning rate of round :math:`v`.
+    If a client starts in round :math:`r` and the update arrives in round :math:`v`, the update has the staleness
+    :math:`\tau = v - r` and the weight :math:`s(\tau)`. Rounds without a new global model also increase the staleness.
+    In a simulation, clients train from the model of round :math:`r` with the learning rate of round :math:`v`.
 
     Args:
         buffer: Number of updates per round.
@@ -85,7 +85,7 @@ class AsynchronousRule(AveragingAggregator):
         """
 
     def factor(self, staleness: int) -> float:
-        """Returns an update's weight. ``staleness`` counts the global models since the client's start."""
+        """Returns an update's weight. ``staleness`` counts the rounds since the client's start."""
         if isinstance(self.staleness, float):
             return float((1 + staleness) ** -self.staleness)
         slope, limit = self.staleness
@@ -182,7 +182,7 @@ class FedBuff(AsynchronousRule):
         s(\tau) = (1 + \tau)^{-1/2}
 
     Here :math:`x_v` is the global model, and :math:`y_j` a client's trained model. The staleness :math:`\tau_j` is the
-    number of new global models since the client's start. Running statistics move towards the client's values, as in
+    number of rounds since the client's start. Running statistics move towards the client's values, as in
     :class:`FedAsync`. If the buffer size equals the number of clients, a round equals a synchronous round bit for bit.
     For a server step size other than 1 use ``Method("fedbuff", steps=[ServerOptimizer("SGD", lr=0.5)])``. See
     :class:`AsynchronousRule`.
@@ -194,7 +194,7 @@ class FedBuff(AsynchronousRule):
 
     Args:
         buffer: Number of updates per round, :math:`K`.
-        staleness: Exponent of the weight :math:`s`, or a pair, see :class:`AsynchronousRule`.
+        staleness: Exponent in :math:`s(\tau)`. For two numbers the formula differs, see :class:`AsynchronousRule`.
         weighting: ``"uniform"`` for equal client weights, as in the paper, or ``"examples"`` for numbers of examples.
         durations: Simulated durations of local training.
         record: Path to a new file for recording the arrival order.
@@ -232,9 +232,9 @@ class FedAsync(AsynchronousRule):
     .. math:: x_{v+1} = (1 - \alpha_\tau) x_v + \alpha_\tau y, \qquad \alpha_\tau = \alpha s(\tau)
 
     Here :math:`x_v` is the global model, and :math:`y` a client's trained model. The staleness :math:`\tau` is the
-    number of new global models since the client's start, and :math:`s(\tau) = (1 + \tau)^{-a}` with ``staleness``
-    :math:`a`. Each client model is a round; set the Trainer's ``check_val_every_n_epoch`` to validate less often. The
-    paper's proximal term is :class:`~lightning_fed.callbacks.ProximalTerm`. See :class:`AsynchronousRule`.
+    number of rounds since the client's start, and :math:`s(\tau) = (1 + \tau)^{-a}`. Every arriving client
+    model ends a round. To validate less often, set the Trainer's ``check_val_every_n_epoch``. The paper's proximal term
+    is :class:`~lightning_fed.callbacks.ProximalTerm`. See :class:`AsynchronousRule`.
 
     - Sends: 1 model down, 1 up.
     - Keeps: on the server each global model from which a client still trains.
@@ -243,7 +243,7 @@ class FedAsync(AsynchronousRule):
 
     Args:
         alpha: Weight :math:`\alpha` of a client model without staleness, in (0, 1].
-        staleness: Exponent of the weight :math:`s`, or a pair, see :class:`AsynchronousRule`.
+        staleness: Exponent :math:`a`. For two numbers the formula differs, see :class:`AsynchronousRule`.
         durations: Simulated durations of local training.
         record: Path to a new file for recording the arrival order.
         replay: Path to a file with a recorded order.

@@ -64,9 +64,9 @@ class FeatureFusion(FederatedCallback):
         network: Name of the module called with the data; ``"auto"`` searches for the module.
         ema: Share :math:`\mu` of the previous weights in the moving average for "multi" and "single", see
             :func:`~lightning_fed.algorithms.fedfusion.smooth_weight`.
-        eval_reference: Model for :math:`E_g` in evaluation: the previous global model (``"previous"``, as in the
-            authors' program), or the evaluated model (``"current"``, for deployment; "multi" and "single" then have no
-            effect).
+        eval_reference: Model for :math:`E_g` in evaluation. ``"previous"`` is the previous global model, as in the
+            authors' program. ``"current"`` is the evaluated model, as in deployment. Both extractors then return equal
+            features, so "multi" and "single" have no effect.
         cache_global_features: Whether to cache the features :math:`E_g(x)` of a client's examples in local training
             with several epochs. The cache needs memory, and does not help if examples are augmented.
         conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
@@ -86,7 +86,7 @@ class FeatureFusion(FederatedCallback):
     Note:
         Values are logged for each fused tensor, ``<level>``. With "multi" and "single": ``fedfusion/<level>/lambda``
         (mean weight) and ``fedfusion/<level>/largest_lambda`` (largest absolute weight). With "conv":
-        ``fedfusion/<level>/global_share``, the share of the squared weights that apply to global features.
+        ``fedfusion/<level>/global_share`` (sum of squared weights for global features, divided by the sum for all).
     """
 
     can_recalibrate_remotely = False

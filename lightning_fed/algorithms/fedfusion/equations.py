@@ -26,7 +26,7 @@ def fuse_multi(local: Tensor, reference: Tensor, weight: Tensor, channel_axis: i
         local: The client's features :math:`E_l(x)`.
         reference: The global model's features :math:`E_g(x)`, in the same shape.
         weight: The weights :math:`\lambda`, shape ``(C,)`` for ``C`` channels.
-        channel_axis: Channel axis; by default the second axis, or the last of three axes.
+        channel_axis: Channel axis; by default the last axis for features with three axes, and axis 1 otherwise.
 
     Raises:
         ValueError: If shapes do not match.
@@ -87,7 +87,7 @@ def fuse_conv(
         reference: The global model's features :math:`E_g(x)`, in the same shape.
         weight: The weights :math:`W`, shape ``(C, 2C)`` for ``C`` channels.
         bias: The bias :math:`b`, shape ``(C,)``, or ``None``.
-        channel_axis: Channel axis; by default the second axis, or the last of three axes.
+        channel_axis: Channel axis; by default the last axis for features with three axes, and axis 1 otherwise.
 
     Raises:
         ValueError: If shapes do not match.
@@ -133,7 +133,7 @@ def smooth_weight(weight: Tensor, previous: Tensor, ema: float) -> Tensor:
 
 
 def channel_axis_of(features: Tensor, channel_axis: int | None = None) -> int:
-    """Returns the non-negative channel axis, by default the second axis, or the last of three axes."""
+    """Returns the channel axis, at least 0. The default is axis 2 if features have three axes, and axis 1 otherwise."""
     if channel_axis is None:
         channel_axis = -1 if features.ndim == 3 else 1
     if features.ndim < 2 or channel_axis not in (*range(1, features.ndim), *range(1 - features.ndim, 0)):

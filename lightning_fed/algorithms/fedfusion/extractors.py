@@ -26,7 +26,7 @@ class Extractor(NamedTuple):
 
     Attributes:
         network: Name of the submodule called with the inputs, as in ``named_modules``.
-        layer: The layer in the network with the features as input or output.
+        layer: Location of the features: the input or the output of a layer in the network.
     """
 
     network: str

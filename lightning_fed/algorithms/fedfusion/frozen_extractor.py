@@ -25,7 +25,7 @@ class FrozenExtractor:
 
     Args:
         network: The network to copy.
-        layer: The layer with the features as input or output.
+        layer: Location of the features: the input or the output of a layer.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -76,7 +76,7 @@ class FrozenExtractor:
                 target.copy_(value)
 
     def state(self, source: nn.Module | None = None) -> State:
-        """Returns copies of the extractor's tensors, or of these entries in ``source``, by name."""
+        """Returns copies of the extractor's tensors, by name. With ``source``, the values are from this network."""
         entries = tensors_by_path(self.network if source is None else source)
         return {name: value.detach().clone() for name, value in entries.items() if name in self.entries}
 

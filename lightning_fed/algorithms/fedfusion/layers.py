@@ -30,11 +30,11 @@ class FusionLayer(nn.Module):
     """Fuses a network's features with a frozen extractor's features.
 
     Hooks on the network run the frozen extractor on the same inputs, and fuse the features with trainable operators.
-    The network's layers keep their names. The ``forward`` of this layer is never called.
+    The network's layers keep their names. ``FusionLayer`` has no ``forward``: only the hooks use the operators.
 
     Args:
         network: The module called with the data.
-        layer: The layer with the features as input or output; ``""`` for the network's output.
+        layer: Location of the features: the input or the output of a layer. The path ``""`` is the network itself.
         operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
         channels: Number of channels, or a list for several tensors; ``"infer"`` runs the network to find the number.
         levels: Positions or keys of the tensors to fuse, if the layer returns several tensors; ``"all"`` fuses all
@@ -113,7 +113,7 @@ class FusionLayer(nn.Module):
         return {name: operator for name, operator in self.operators.items() if isinstance(operator, MixingOperator)}
 
     def summaries(self) -> dict[str, dict[str, float]]:
-        """Returns numbers for the log, by name of the fused feature."""
+        """Returns values to log for each fused feature, such as the mean fusion weight."""
         operators = self.operators.items()
         return {name: operator.summary() for name, operator in operators if isinstance(operator, FusionOperator)}
 

@@ -15,8 +15,7 @@ from lightning_fed.rule import Aggregator
 class FedFusion(Method):
     """Averages models that fuse local features with features of the global model.
 
-    The method adds :class:`~lightning_fed.callbacks.FeatureFusion`, which has further options. Reference: Yao et al.,
-    "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019.
+    Adds :class:`~lightning_fed.callbacks.FeatureFusion`, which has further options. Reference: Yao et al., ICIP 2019.
 
     - Sends: the model and the fusion operator, both ways.
     - Keeps: the previous global model's extractor on the server.
@@ -24,10 +23,11 @@ class FedFusion(Method):
     - For: heterogeneous clients, and new clients in a trained federation.
 
     Args:
-        operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"`` for federated averaging.
+        operator: ``"conv"`` for a 1x1 convolution, ``"multi"`` for a mixing weight per channel, ``"single"`` for one
+            weight, or ``"none"`` for federated averaging.
         at: Name of the layer with the features as output, or ``"auto"``.
         levels: Positions or keys of the tensors to fuse, if the layer returns several tensors; ``"all"`` for all.
-        ema: Share of the previous weights in the moving average for "multi" and "single".
+        ema: Share of the previous round in the moving average of the mixing weights in "multi" and "single".
         eval_reference: Model for the global features in evaluation: the previous or the current global model.
         cache_global_features: Whether to cache the global features of a client's examples in local training.
         conv_init: Initialisation for "conv".

@@ -46,7 +46,7 @@ def fuse(
         channels: Number of channels, or a list for several tensors; ``"infer"`` runs the network to find the number.
         levels: Tensors to fuse, if the layer returns several, see :class:`~lightning_fed.modules.FusionLayer`.
         network: Name of the module called with the data, see :func:`~lightning_fed.modules.find_extractor`.
-        example: Positional and keyword arguments for this run, if the module has no ``example_input_array``.
+        example: Positional and keyword arguments for running the network, if the module has no ``example_input_array``.
         options: Further arguments for :class:`~lightning_fed.modules.FusionLayer`.
 
     Raises:
@@ -92,9 +92,9 @@ def find_fusion(module: nn.Module) -> FusionLayer | None:
 def unwrap(module: nn.Module) -> nn.Module:
     """Removes the fusion from a model, in place. Afterwards the model does not depend on this package.
 
-    The model then predicts as if local features were fused with local features (``eval_reference="current"``):
+    The model then uses its own features also as global features, as with ``eval_reference="current"``:
 
-    - "multi", "single" and "none": the operator is removed, because equal features are fused to the same features.
+    - "multi", "single" and "none": the operator is removed, because mixing equal features has no effect.
     - "conv": a 1x1 convolution replaces the operator, or for vectors and tokens a linear layer. The fused layer becomes
       ``nn.Sequential(layer, convolution)``, or for fusion at the layer's input ``nn.Sequential(convolution, layer)``.
       This changes the layer's parameter names.

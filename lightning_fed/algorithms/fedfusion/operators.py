@@ -24,7 +24,7 @@ class FusionOperator(nn.Module, ABC):
 
     @abstractmethod
     def summary(self) -> dict[str, float]:
-        """Returns numbers for the log, by name."""
+        """Returns values to log, such as the mean fusion weight, by name."""
 
 
 class MixingOperator(FusionOperator):
@@ -48,7 +48,7 @@ class MultiFusion(MixingOperator):
 
     Args:
         channels: Number of channels :math:`C`.
-        channel_axis: Channel axis; by default the second axis, or the last of three axes.
+        channel_axis: Channel axis; by default the last axis for features with three axes, and axis 1 otherwise.
 
     Raises:
         ValueError: If ``channels`` is not a positive number.
@@ -91,7 +91,7 @@ class ConvFusion(FusionOperator):
         init: Initial weights: ``"default"`` as in PyTorch's convolutions, ``"local"`` to return the local features, or
             ``"average"`` to return the mean over local and global features.
         bias: Whether to add a bias, as in the authors' program; the paper has no bias.
-        channel_axis: Channel axis; by default the second axis, or the last of three axes.
+        channel_axis: Channel axis; by default the last axis for features with three axes, and axis 1 otherwise.
 
     Raises:
         ValueError: If ``init`` is unknown or ``channels`` is not positive.
@@ -162,7 +162,7 @@ def build_operator(
         channels: Number of channels.
         conv_init: For "conv", see :class:`ConvFusion`.
         conv_bias: For "conv": whether to add a bias.
-        channel_axis: Channel axis; by default the second axis, or the last of three axes.
+        channel_axis: Channel axis; by default the last axis for features with three axes, and axis 1 otherwise.
 
     Example:
         >>> build_operator("multi", channels=8)

@@ -1,7 +1,7 @@
 """FedSS's last layer for very many classes.
 
-While a client trains, the layer has rows only for some classes, and labels are column indices. The cross-entropy of the
-training logits equals the client's loss, so ``training_step`` needs no changes.
+While a client trains, the layer has weight rows and logits for only some classes, and a label is a position among these
+classes. The cross-entropy with the training logits equals FedSS's loss, so ``training_step`` needs no changes.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class SampledSoftmaxHead(LogitsLayer):
         return self._held
 
     def hold(self, held: SampledClasses) -> None:
-        """Sets the classes of the weight's rows.
+        """Sets the classes for which the layer's parameters have rows.
 
-        Before the call, set the parameters' data to these rows. After restoring all rows, call :meth:`release`.
+        First reduce the parameters' data to these classes' rows. Later restore all rows and call :meth:`release`.
         """
         held.check_among(self.num_classes)
         self._held, self._batch = held, _Batch(held)
@@ -167,7 +167,8 @@ class SampledSoftmaxHead(LogitsLayer):
     def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Computes FedSS's loss while a client trains, and otherwise the ordinary softmax loss.
 
-        The result equals ``F.cross_entropy(head(features), target)``, also for features from outside the batch.
+        In both cases the result equals ``F.cross_entropy(head(features), target)``, because the layer corrects the
+        training logits for FedSS. The features may also be from outside the batch in :meth:`begin_batch`.
 
         Args:
             features: Features, shape ``(*, in_features)``.

@@ -4,10 +4,10 @@
 to 8. A client uses its own classes P, the positives, and m other classes, the negatives, drawn uniformly from the other
 n - |P| classes.
 
-The correction adds ln((n - |P|) / m) to the negatives' logits. The sum of exponentials is then an unbiased estimate of
-the sum over all classes. The correction is from Bengio and Senecal ("Adaptive Importance Sampling to Accelerate
-Training of a Neural Probabilistic Language Model", IEEE Transactions on Neural Networks 2008). Blanc and Rendle correct
-only negatives ("Adaptive Sampled Softmax with Kernel Based Sampling", ICML 2018).
+The negatives also represent the classes not drawn. With ln((n - |P|) / m) added to the negatives' logits, the sum of
+exponentials is an unbiased estimate of the sum over all classes (Bengio and Senecal, "Adaptive Importance Sampling to
+Accelerate Training of a Neural Probabilistic Language Model", IEEE Transactions on Neural Networks 2008). Positives
+need no correction (Blanc and Rendle, "Adaptive Sampled Softmax with Kernel Based Sampling", ICML 2018).
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def sampled_logits(
     r"""Corrects a client's logits, shape ``(N, S)``, so that the cross-entropy is the FedSS loss.
 
     The client's own classes are called positives, and drawn other classes negatives. Logits of negatives become
-    :math:`o'_j = o_j - \ln(m q)`, see :func:`log_correction`. "posonly" excludes all negatives, by logits of
-    :math:`-\infty`. "negonly" excludes all positives except the target.
+    :math:`o'_j = o_j - \ln(m q)`, with :math:`m` and :math:`q` from :func:`log_correction`. The logits of excluded
+    classes become :math:`-\infty`. "posonly" excludes all negatives, "negonly" all positives except the target.
 
     Args:
         logits: Logits :math:`o` for the client's positives and negatives, shape ``(N, S)``.

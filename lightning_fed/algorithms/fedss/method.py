@@ -23,13 +23,13 @@ class FedSS(Method):
     :class:`~lightning_fed.callbacks.SampledSoftmax`, and the server averages with momentum
     (:class:`~lightning_fed.algorithms.FedAvgM`). Reference: FedSS, submission to ICLR 2022.
 
-    - Sends: the model both ways, with rows only for the client's and ``num_negatives`` other classes; class indices up.
+    - Sends: the model both ways, with only some rows of the last layer. Clients also send the indices of these rows.
     - Keeps: the momentum on the server, in float64.
     - Costs: less than ordinary training, because a client trains only some rows of the last layer.
     - For: very many classes.
 
     Args:
-        num_negatives: Number of other classes (negatives) drawn for each client.
+        num_negatives: Number of classes (negatives) drawn for each client, in addition to the client's own classes.
         objective: The client's loss, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
         resample: Whether to draw negatives once per ``"round"`` or for each ``"batch"``.
         server_momentum: Momentum on the server.

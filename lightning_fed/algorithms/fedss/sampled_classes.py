@@ -51,11 +51,11 @@ class SampledClasses:
 
     @property
     def needs_target(self) -> bool:
-        """True if the logits' correction depends on the label, as with "negonly"."""
+        """True for the objective "negonly": the classes in an example's softmax then depend on the label."""
         return self.objective == "negonly"
 
     def check_among(self, num_classes: int) -> None:
-        """Raises an error for a class outside the range; with the objective "full" also for a missing class."""
+        """Raises an error for a class outside ``range(num_classes)``. The objective "full" requires all classes."""
         lowest, highest = int(self.classes[0]), int(self.classes[-1])
         if lowest < 0 or highest >= num_classes:
             raise ValueError(f"Expected `classes` to be from 0 to {num_classes - 1}, but got {lowest} to {highest}.")
@@ -69,7 +69,7 @@ class SampledClasses:
         return log_correction(num_positives, len(self.classes) - num_positives, num_classes)
 
     def subset(self, columns: Tensor) -> SampledClasses:
-        """Returns a copy with the classes at the sorted ``columns``, including all positives."""
+        """Returns a copy with the classes at ``columns``. The sorted indices must include the client's own classes."""
         _check_increasing("columns", columns)
         count = len(self.classes)
         if len(columns) and (columns[0] < 0 or columns[-1] >= count):
