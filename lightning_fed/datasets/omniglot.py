@@ -42,10 +42,10 @@ _INSTRUCTIONS = (
 class Omniglot(FileDataModule):
     """Handwritten characters, 28 x 28, white on black: many classes with few images per class.
 
-    Omniglot's background set has 964 characters from 30 alphabets, and each character is a class. 20 people drew each
-    character once. The images are split by person, so training, validation and test data have the same classes.
-    Omniglot's evaluation set has 659 characters from 20 other alphabets. :meth:`retrieval_dataloader` returns these
-    images, to evaluate retrieval by embeddings.
+    Omniglot consists of a background set and an evaluation set. 20 people drew each character once. The background set
+    has 964 characters from 30 alphabets, and each character is a class. Training, validation and test data come from
+    this set, split by person, so the classes are the same. The evaluation set has 659 characters from 20 other
+    alphabets. :meth:`retrieval_dataloader` returns these images, to evaluate retrieval by embeddings.
 
     The first of these found under `data_dir` is read:
 
@@ -54,8 +54,8 @@ class Omniglot(FileDataModule):
       `split` (0 background, 1 evaluation).
     - `omniglot-py/`, torchvision's folders. The images are inverted and resized from 105 x 105 pixels.
 
-    By default, a natural client has one person's drawings of one alphabet. There are 420 training clients with 14 to 55
-    images.
+    The images have a natural division into clients, by default one person's drawings of one alphabet per client. There
+    are 420 training clients with 14 to 55 images.
 
     Source: B. Lake, R. Salakhutdinov and J. Tenenbaum, "Human-level concept learning through probabilistic program
     induction", Science 2015; https://github.com/brendenlake/omniglot (MIT licence).

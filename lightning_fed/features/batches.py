@@ -28,7 +28,7 @@ def find_target(batch: Any, target: BatchKey = None) -> Tensor:
 
 
 def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
-    """Converts labels to integers. Removes a channel axis of size 1, unless labels have ``feature_dims - 1`` axes."""
+    """Converts labels to integers. Drops a channel axis of size 1; labels with ``feature_dims - 1`` axes have none."""
     if labels.is_floating_point():
         if not bool((labels == labels.round()).all()):
             raise ValueError("Expected integer class labels, but got fractions: select other labels with `target`.")

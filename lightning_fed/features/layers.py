@@ -122,7 +122,7 @@ def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
 class FeatureTap:
     """Forward hook that stores a layer's features, shape ``(N, d)`` or ``(N, d, *size)``.
 
-    Later layers may change ``features`` in place. ``on_features`` receives the features before later layers run.
+    Later layers may change ``features`` in place. A function set as ``on_features`` gets the unchanged features.
     """
 
     def __init__(self, layer: FeatureLayer, channels_last: bool) -> None:
@@ -191,7 +191,7 @@ def has_channels_last(layer: nn.Module) -> bool:
 
 
 def without_compiled_code() -> AbstractContextManager[None]:
-    """Context manager without ``torch.compile``, so that compiled models call new hooks."""
+    """Context manager to run compiled models in eager mode, which calls new hooks. No effect before torch 2.6."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6
     return nullcontext() if set_stance is None else set_stance("force_eager")
 
@@ -207,9 +207,9 @@ def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterator[tuple[str, nn.Module]]:
     """Yields submodules with their names, except metrics and frozen networks.
 
-    A frozen network is, for example, the teacher in distillation. Single frozen layers are yielded, and
-    everything if no parameter is trained. ``optimized`` contains the ids of trained parameters, by default of all
-    parameters with gradients.
+    A frozen network has several layers and no trained parameter, such as the teacher in distillation. A single
+    frozen layer is yielded. If no parameter is trained, no network counts as frozen. ``optimized`` contains the ids
+    of trained parameters, by default of all parameters with ``requires_grad``.
     """
     trained = set(optimized) or {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     dropped: list[str] = []

@@ -55,7 +55,7 @@ class MeanAveragePrecisionAtR(PooledSamples):
 
     @torch.no_grad()
     def update(self, embeddings: Tensor, labels: Tensor) -> None:
-        """Adds embeddings ``(n, d)`` and integer labels ``(n,)``, which the metric's dtype must represent exactly."""
+        """Adds embeddings ``(n, d)`` and integer labels ``(n,)``. The metric's dtype must hold the labels exactly."""
         self.check_vectors("embeddings", embeddings, embeddings.shape[-1])
         if labels.shape != embeddings.shape[:1]:
             raise ValueError(f"Expected `labels` of shape ({len(embeddings)},), but got {tuple(labels.shape)}.")

@@ -209,8 +209,8 @@ class ByGroup(Partition):
 class PixelPermutation:
     """Transform that permutes the pixels in a sample's image, equally in all channels.
 
-    The image is the sample, the first element of a tuple or list, or the value of ``"image"`` in a mapping. The shape
-    is ``(..., H, W)``, or ``(pixels,)`` for a flattened image.
+    A sample is an image, a tuple or list with the image as first element, or a mapping with the image under the key
+    ``"image"`` (else the first key). The image has the shape ``(..., H, W)``, or ``(pixels,)`` if flattened.
     """
 
     client: int

@@ -89,15 +89,13 @@ class Dirichlet(LabelPartition):
         alpha: Concentration, greater than 0. Small values give a strong skew, ``inf`` gives none. With
             ``"per_client"``, 0 gives every client one class, if a class has enough unused samples.
         definition: ``"per_class"`` or ``"per_client"``.
-        min_size: For ``"per_class"``: minimum number of samples per client. By default 10, or fewer after 1000 failed
-            draws.
-        balance: For ``"per_class"``: whether a client with :math:`N / K` samples gets no further classes.
+        min_size: For ``"per_class"``: minimum samples per client. By default 10, or fewer after 1000 failed draws.
+        balance: For ``"per_class"``: whether to give no further class to a client with :math:`N / K` or more samples.
         label_fn: Function from a sample to a label, used instead of the data set's targets.
         ignore_index: Mask value of pixels to skip, or ``None``.
-        background: Background class in masks, or ``None``.
+        background: Background class in masks, or ``None``. An image has this label only if no other class is present.
         seed: Seed for the split; if ``None``, the federation's seed.
-        prior: For ``"per_client"``: :math:`\pi`. ``"empirical"`` for the class shares in the data, ``"uniform"`` for
-            equal shares.
+        prior: For ``"per_client"``: :math:`\pi`, the class shares in the data (``"empirical"``) or ``"uniform"``.
 
     Example:
         >>> import torch
@@ -195,7 +193,7 @@ class Shards(LabelPartition):
             samples.
         label_fn: Function from a sample to a label, instead of the data set's targets.
         ignore_index: Mask value of pixels to skip, or ``None``.
-        background: Background class in masks, or ``None``.
+        background: Background class in masks, or ``None``. An image has this label only if no other class is present.
         seed: Seed for the split; if ``None``, the federation's seed.
 
     Example:
@@ -259,7 +257,7 @@ class LabelsPerClient(LabelPartition):
             in FedProx: client k has the labels k, k + 1, ..., modulo the number of labels.
         label_fn: Function from a sample to a label, instead of the data set's targets.
         ignore_index: Mask value of pixels to skip, or ``None``.
-        background: Background class in masks, or ``None``.
+        background: Background class in masks, or ``None``. An image has this label only if no other class is present.
         seed: Seed for the split; if ``None``, the federation's seed.
         sigma: Standard deviation :math:`\sigma` for random shares; 0 for equal shares.
         min_per_label: Minimum number of samples per client and label.

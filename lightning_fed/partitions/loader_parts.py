@@ -1,4 +1,4 @@
-"""Reads the sampler, batch size and changed methods of a ``DataLoader``."""
+"""Reads a ``DataLoader``'s sampler and batch size, and finds methods overridden by the user."""
 
 from __future__ import annotations
 

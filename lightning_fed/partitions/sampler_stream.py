@@ -65,9 +65,9 @@ class SamplerStream:
     def part(self, client: Client, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the client's examples in one epoch of the user's sampler.
 
-        The first array contains positions in ``indices[client]``. The second array contains the batch index of each
-        example for a custom batch sampler, otherwise zeros. ``number`` counts the epochs in the round, and ``epoch``
-        the epochs in the fit.
+        The first array contains positions in the client's indices, ``self.indices[client]``. The second array contains
+        the batch index of each example for a custom batch sampler, otherwise zeros. ``number`` counts the epochs in the
+        round, and ``epoch`` the epochs in the fit.
         """
         key = round, number, epoch
         if key not in self._passes:

@@ -92,8 +92,8 @@ def mcmahan_cnn(
 ) -> nn.Sequential:
     """McMahan et al.'s CNN: two 5x5 convolutions (32, 64), each with ReLU and 2x2 max-pooling, then 512 units.
 
-    1,663,370 parameters for 28x28 grey images and 10 classes, the paper's number because of padding 2. Images need at
-    least 4 pixels per side. FedFusion's version has dropout 0.2 after the hidden layer.
+    Padding 2 gives the paper's 1,663,370 parameters for 28x28 grey images and 10 classes. Images need at least 4 pixels
+    per side. FedFusion's version has dropout 0.2 after the hidden layer.
     """
     side = _at_least_one(input_size // 2 // 2, input_size, 4)
     features = _convolutions(in_channels, channels, True)
@@ -134,7 +134,8 @@ def lenet(
 ) -> nn.Sequential:
     """FedMA's LeNet: 5x5 convolutions (20, 50) without padding, each with 2x2 max-pooling, then 500 units.
 
-    431,080 parameters for 28x28 grey images (at least 16x16) and 10 classes. No activation separates the linear layers.
+    431,080 parameters for 28x28 grey images and 10 classes. Images need at least 16 pixels per side. No activation
+    separates the linear layers.
     """
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, 16)
     check_count("hidden", hidden)
@@ -153,8 +154,8 @@ def niid_cnn(
 ) -> nn.Sequential:
     """NIID-Bench's CNN: 5x5 convolutions (6, 16) without padding, each with ReLU and 2x2 max-pooling.
 
-    62,006 parameters for 32x32 colour images (at least 16x16) and 10 classes. Linear layers with 120 and 84 units
-    follow. PFLlib's CNN has 32 and 64 channels and one layer with 512 units.
+    Linear layers with 120 and 84 units follow. 62,006 parameters for 32x32 colour images and 10 classes. Images need at
+    least 16 pixels per side. PFLlib's CNN has 32 and 64 channels and one layer with 512 units.
     """
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, 16)
     return _network(_convolutions(in_channels, channels), _dense(channels[1] * side**2, hidden, num_classes))
@@ -168,11 +169,12 @@ def vgg9(
     width: float = 1.0,
     init: Literal["default", "kaiming"] = "default",
 ) -> nn.Sequential:
-    """FedMA's VGG-9: 3x3 convolutions 32, 64, pool, 128, 128, pool, 256, 256, pool, then 512 and 512 units.
+    """FedMA's VGG-9: six 3x3 convolutions and three linear layers, without normalisation layers.
 
-    3,491,530 parameters for 32x32 colour images (at least 8x8) and 10 classes, without normalisation layers. Dropout
-    follows the second pool (0.05, whole channels) and precedes the first and the last linear layer (0.1). ``width``
-    scales channels and units. ``init="kaiming"`` draws He et al.'s normal weights, with zero biases.
+    The convolutions have 32, 64, 128, 128, 256 and 256 channels, with max-pooling after each pair. Both hidden layers
+    have 512 units. 3,491,530 parameters for 32x32 colour images and 10 classes. Images need at least 8 pixels per side.
+    Dropout has the rate 0.05 after the second pool (whole channels), and 0.1 before the first and last linear layer.
+    ``width`` scales channels and units. ``init="kaiming"`` draws He et al.'s normal weights, with zero biases.
     """
     check_option("init", init, ("default", "kaiming"))
     side = _at_least_one(input_size // 2 // 2 // 2, input_size, 8)

@@ -32,7 +32,7 @@ class SegmentationTask(Task):
     Logged values, without ignored pixels, are ``train_loss`` and ``val_loss``, ``val_miou``, ``val_mdice``,
     ``val_pixel_acc`` (and ``test_...``):
 
-    - ``miou``: intersection over union in the epoch, averaged over all classes in truth or prediction, if any;
+    - ``miou``: intersection over union in the epoch, the mean over classes in masks or predictions (omitted if none);
     - ``mdice``: Dice, averaged like ``miou``;
     - ``pixel_acc``: fraction of correct pixels;
     - ``iou/<class>`` and ``dice/<class>``: scores of each class, with ``per_class``.

@@ -50,9 +50,9 @@ class FedMA(Aggregator):
        match. Clients train all other layers, and send the next stage.
     4. In the last round, the server averages the output layers. The result is the new global model.
 
-    Unmatched neurons make the global model wider. The next pass starts with clients of the original widths. Until a
-    pass ends, validation uses the previous global model. Failed clients are excluded for the rest of the pass. If too
-    few clients remain, a new pass starts. In the paper clients have equal weights, as with the federation's
+    Unmatched neurons make the global model wider, but clients start every pass with the original layer widths. Until a
+    pass ends, validation uses the previous global model. A client that fails is excluded for the rest of the pass. If
+    too few clients remain, a new pass starts. In the paper clients have equal weights, as with the federation's
     ``weighting="uniform"``.
 
     Stages are found by :func:`~lightning_fed.matching.find_stages`. Layers connected by residual connections share one
@@ -81,7 +81,7 @@ class FedMA(Aggregator):
         gamma: Parameter :math:`\gamma` of the score; larger values add more neurons. By default 7 with the published
             score, or 1 with the marginal score. With the published score, the authors use 7 for convolutional networks,
             and 0.001 (no growth) for an LSTM.
-        passes: Maximum number of times to repeat the matching over all clients, for each layer.
+        passes: Maximum number of times to match the neurons of one layer again within a round, to improve the result.
         max_width: Maximum layer width, as a multiple of a client's width; ``None`` for no limit. ``"auto"`` sets 1.25
             with the marginal score, and no limit with the published score.
         prior_weight: Weight of a prior with mean 0, which shrinks the averages; 1 equals the weight of one client.
@@ -150,8 +150,8 @@ class FedMA(Aggregator):
     def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], entries: Mapping[str, Tensor]) -> None:
         """Describes the clients' network to this rule, before a fit's first round.
 
-        ``groups`` are the groups of neurons, and ``entries`` has the shapes and dtypes of shared tensors. Raises
-        ``OptionError`` if the stages differ from an unfinished pass in a checkpoint.
+        Each of the ``stages`` is a set of layers matched in one round. ``entries`` has the shapes and dtypes of shared
+        tensors. Raises ``OptionError`` if a resumed fit has matched some stages, and ``stages`` begins differently.
         """
         current = self._open_pass
         if current is not None:
@@ -183,7 +183,7 @@ class FedMA(Aggregator):
 
     @property
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:
-        """Stage matched in this round and the pass's progress; ``None`` if no pass continues."""
+        """Layers matched in this round, and the progress so far; ``None`` after the last layers or a failed round."""
         current = self._open_pass
         if current is None or current.round != self._info.round:
             return None
@@ -215,10 +215,10 @@ class FedMA(Aggregator):
     def broadcast(self, request: Request) -> Broadcast:
         """Builds the message to a client.
 
-        In the first round of a pass, the message contains a complete model with the client's layer widths. If the
+        The first message in a pass over all layers contains a complete model with the client's layer widths. If the
         global model is wider, the server selects the neurons matched with the client's neurons, or for a new client the
-        neurons shared by most clients. Tensors already known to the client, and independent initial weights, are
-        omitted. In later rounds the message contains the layers matched in the previous round.
+        neurons shared by the most clients. Tensors stored by the client are not sent again. With
+        ``initial="independent"``, clients create the first model. Later messages contain the last round's layers.
         """
         current, last, client = self._pass(self._info.round), self._last_pass, request.client
         if current.stage:
@@ -302,7 +302,7 @@ class FedMA(Aggregator):
         return {name: current.matched_state[name] for name in self._state}
 
     def put_statistics(self, statistics: Mapping[str, Tensor]) -> None:
-        """Stores the clients' BatchNorm statistics for layers matched in this pass."""
+        """Stores BatchNorm statistics, measured on the clients, for the layers matched in this round."""
         if self._open_pass is not None:
             self._open_pass = replace(self._open_pass, matched_state={**self._open_pass.matched_state, **statistics})
 

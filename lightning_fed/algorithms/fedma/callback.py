@@ -67,7 +67,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         example_input: Arguments for ``forward`` (or for the network trained in ``training_step``), used to trace the
             network; by default the module's ``example_input_array``, or two inputs of a client.
         pin: Patterns for parameter names, such as ``"embedding.*"``. Neurons in these layers keep their positions.
-        extra_groups: Additional groups of neurons that tracing does not find, with a client's widths.
+        extra_groups: Groups of neurons missed by tracing. A group's size is the layer width in a client's model.
         target: Position of the labels in a batch: index, key or function; by default the labels used in the loss.
             Without a single label tensor, the output layers are averaged by numbers of examples.
         inputs: Position of the inputs in a batch: index, key or function.
@@ -254,7 +254,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         self._unfreeze()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Asks the clients for BatchNorm statistics of newly matched layers, except at the end of a pass."""
+        """Asks clients for BatchNorm statistics in the layers matched in this round, except the last layers."""
         federation = find_federation(trainer)
         rule = _rule(federation)
         if rule.unfinished is None or federation.options.batch_norm not in ("auto", "recalibrate"):

@@ -51,12 +51,12 @@ class MatchingPass:
 
     @property
     def step(self) -> Tensor:
-        """First round of the pass and number of matched stages, as sent to clients."""
+        """Index of the first round, and number of stages (sets of layers) matched since; sent to clients."""
         return torch.tensor([self.origin, self.stage])
 
     @property
     def step_before(self) -> Tensor:
-        """:attr:`step` before the latest matching, as stored by this matching's clients."""
+        """Value of :attr:`step` one round earlier, as stored by clients with an update in the latest round."""
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:
@@ -90,10 +90,10 @@ def tensor_hash(value: Tensor) -> int:
 
 
 def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
-    """Reads the number of global neurons per permutation group from additional tensors."""
+    """Reads each permutation group's neuron count in the global model from a message or stored tensors."""
     return {name: int(width) for name, width in without_prefix(values, WIDTH).items()}
 
 
 def read_assignment(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Reads a client's neuron positions in the global model from additional tensors."""
+    """Reads the positions of a client's neurons in the global model from a message or stored tensors."""
     return without_prefix(values, ASSIGNMENT)

@@ -61,8 +61,8 @@ class MarginReport:
 
     Args:
         clients: Clients in the round.
-        lpm: Local prototype margin for each client; NaN if missing.
-        apm: Aggregate prototype margin for each client; NaN if missing.
+        lpm: Each client's local prototype margin, between class prototypes before and after training; NaN if missing.
+        apm: Each client's aggregate prototype margin, between the client's and the mean prototypes; NaN if missing.
         attention: Weight for each client in the average, with sum 1.
         amm: Mean margin between classes.
     """
@@ -93,8 +93,8 @@ class FedMargin(Aggregator):
     :class:`~lightning_fed.callbacks.ClassPrototypes`, added automatically, measures the prototypes. To select the layer
     or classes, add this callback explicitly, with the same ``margin`` and ``class_reduction``.
 
-    - Sends: the model both ways; up a vector and two numbers per class, for the margins "hypothesis" and "relative"
-      also down.
+    - Sends: the model both ways. Each client also sends a vector and two numbers per class. With the margins
+      "hypothesis" and "relative", the server also sends a vector and two numbers per class.
     - Keeps: one vector per class on the server.
     - Costs: two passes over a client's data per round, without gradients. The server stores all updates of a round.
     - For: unbalanced class distributions; segmentation.

@@ -1,4 +1,4 @@
-"""Attention weights from client margins (FedMargin, reconstruction).
+"""Client weights (attention) from margins between class prototypes, reconstructed from FedMargin's paper.
 
 Softmax attention follows Ji et al., "Learning Private Neural Language Modeling with Attentive Aggregation", IJCNN 2019.
 """
@@ -21,8 +21,8 @@ Combination = Literal["mean", "product", "lpm", "apm"]
 def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
     r"""Computes client weights from prototype margins.
 
-    Larger margins give larger weights. The formulas reconstruct "as prototypes deviate from reference prototypes [...],
-    higher attention is applied" (paper).
+    A margin compares a client's class prototypes (mean features) with reference prototypes. Larger margins give larger
+    weights. The paper has no formulas, only "as prototypes deviate [...], higher attention is applied".
 
     .. math:: \text{sum: } a_k = \frac{v_k}{\sum_j v_j} \qquad
         \text{softmax: } a_k = \frac{e^{v_k / s}}{\sum_j e^{v_j / s}}
@@ -75,8 +75,8 @@ def combine_attention(
         \text{product: } a_k = \frac{a^L_k a^A_k}{\sum_j a^L_j a^A_j}
 
     The weights are used in :class:`~lightning_fed.algorithms.FedMargin`:
-    :math:`w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)`. Equal inputs give exactly equal weights (FairAvg), or with
-    ``num_samples`` weights proportional to examples (FedAvg).
+    :math:`w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)`. If both sets weight all clients equally, so does the result,
+    exactly (FairAvg). With ``num_samples``, the result is then proportional to the numbers of examples (FedAvg).
 
     Args:
         local: Weights :math:`a^L` from local prototype margins (LPM), shape ``(K,)``, see :func:`margin_attention`.

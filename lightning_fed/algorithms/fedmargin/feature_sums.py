@@ -84,7 +84,7 @@ def measure_feature_sums(
     batches: Iterable[Any],
     options: FeatureSumOptions,
 ) -> FeatureSums:
-    """Sums a model's feature vectors by class in one pass over the data. Each step ends after the feature layer."""
+    """Sums a model's feature vectors by class in one pass over the data. Layers after ``layer`` do not run."""
     step, sums = forward_step(module), FeatureSums(options)
     assert step is not None
     with tap_features(module, layer) as tap, isolated_pass(module), without_compiled_code():
@@ -115,7 +115,7 @@ class _FeaturesReached(BaseException):
 
 
 class TrainingFeatureSums:
-    """Sums of feature vectors by class in the first and last epoch, or in halves of one epoch."""
+    """Feature sums by class in the first and the last epoch. Training below two epochs is divided into halves."""
 
     def __init__(self, options: FeatureSumOptions, num_batches: int, per_epoch: int | None = None) -> None:
         self.first, self.last = FeatureSums(options), FeatureSums(options)

@@ -1,7 +1,7 @@
 """Class prototypes (feature means by class), averaged over clients and rounds.
 
-Prototypes are tensors over *all* classes. A class without examples has count 0 and a row of zeros. Segmentation labels
-follow the code of Michieli and Zanuttigh (SDR), CVPR 2021.
+Prototypes are tensors over *all* classes. A class without examples has count 0 and a row of zeros. Label maps are
+resized to the feature maps, as in SDR's code (Michieli and Zanuttigh, CVPR 2021).
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
 def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Prototypes:
     r"""Returns the prototypes compared with client prototypes in the aggregate prototype margin (APM).
 
-    These are the ``previous`` prototypes over all rounds. For new classes, these are the round's ``current``
-    prototypes. This definition is a reconstruction.
+    The result has the ``previous`` prototype of each class, a mean over earlier rounds. A new class has the
+    ``current`` prototype, from this round. We reconstructed this definition from the FedMargin paper.
 
     Raises:
         ValueError: If shapes differ.

@@ -1,4 +1,4 @@
-"""Equations of rules for rounds with malicious clients, and update steps to mix updates before such a rule."""
+"""Equations and update steps for aggregation with protection against malicious clients."""
 
 from lightning_fed.algorithms.robust.equations import adaptive_clipping as adaptive_clipping
 from lightning_fed.algorithms.robust.equations import bucketing as bucketing

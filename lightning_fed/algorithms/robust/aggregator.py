@@ -44,19 +44,18 @@ class RobustAggregator(Aggregator):
     """Base class of aggregation rules for federations with some malicious clients.
 
     Subclasses implement :meth:`combine`, which receives all updates of a round. An update is the client's model minus
-    the global model, as one vector of all shared floating-point values. BatchNorm's running statistics are averaged
-    without the f smallest and f largest values. Integers take the majority value.
-
-    A subclass sets ``least = (a, b)``: a round with f malicious clients needs at least ``a f + b`` updates, or one for
-    f = 0. Otherwise the round fails. Refused updates, such as NaN values, count among the f clients.
+    the global model, as one vector of all shared floating-point values. Below, f clients are assumed to be malicious.
+    BatchNorm's running statistics are averaged without the f smallest and f largest values. Integers take the majority
+    value. A subclass sets ``least = (a, b)``: a round needs at least ``a f + b`` updates, or one for f = 0. Otherwise
+    the round fails. Each refused update, for example with NaN values, reduces a given ``num_malicious`` by one.
 
     Args:
         num_malicious: Number f of malicious clients per round; by default the largest number that the rule tolerates.
 
     Note:
-        Logs the sum of 1 - w / m over a round's clients (``fed/excluded``). Here w is a client's weight in the result,
-        and m the largest weight. With at most 20 clients, also logs each client's mean over rounds
-        (``client/<id>/excluded``).
+        Logs ``fed/excluded``, the number of clients excluded from the result. A client with weight w in the result
+        counts as the fraction 1 - w / m, where m is the largest weight. With at most 20 clients, also logs each
+        client's mean fraction over rounds (``client/<id>/excluded``).
     """
 
     least: tuple[int, int] = (2, 1)

@@ -39,9 +39,10 @@ def squared_distances(gram: Tensor) -> Tensor:
 def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
     """Krum's score for each client.
 
-    The score is the summed squared distance to the nearest n - f - 2 among n clients, for f = ``num_malicious``.
-    ``distances`` contains the squared distances, shape ``(n, n)``. Reference: Blanchard, El Mhamdi, Guerraoui &
-    Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017, section 4.
+    For n clients and f = ``num_malicious``, the score is the sum of the squared distances to the nearest n - f - 2
+    other clients, at least one. ``distances`` contains the squared distances, shape ``(n, n)``. Reference: Blanchard,
+    El Mhamdi, Guerraoui & Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS
+    2017, section 4.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [9.0]]).double()
@@ -147,12 +148,12 @@ def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
 
 
 def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: int) -> tuple[Tensor, Tensor]:
-    r"""Computes weights for which the weighted sum of client updates is the new centre :math:`v`.
+    r"""Computes the weights of client updates in centered clipping.
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right)
 
-    Here :math:`u_i` are the n updates. The old centre also has a weight. Reference: Karimireddy, He & Jaggi, "Learning
-    from History for Byzantine Robust Optimization", ICML 2021, eq. 5.
+    Here :math:`u_i` are the n updates. The new centre :math:`v` is the weighted sum of the updates and the old centre.
+    Reference: Karimireddy, He & Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021, eq. 5.
 
     Args:
         gram: Inner products between the n updates and, last, the old centre, shape ``(n + 1, n + 1)``.
@@ -289,10 +290,9 @@ def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Te
 def adaptive_clipping(gram: Tensor, num_malicious: int) -> Tensor:
     r"""Returns a diagonal matrix of clipping factors for n updates.
 
-    The :math:`\lfloor 2 f (n - f) / n \rfloor` updates with the largest norms are clipped to the largest other norm.
-    Here f is ``num_malicious``, and ``gram`` contains the inner products between updates. Reference: Allouah,
-    Guerraoui, Gupta, Jellouli, Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning", ICLR 2025,
-    Algorithm 2 ("ARC").
+    Clipping reduces the :math:`\lfloor 2 f (n - f) / n \rfloor` largest norms to the next largest norm. Here f is
+    ``num_malicious``; ``gram`` contains the updates' inner products. Reference: Allouah, Guerraoui, Gupta, Jellouli,
+    Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning", ICLR 2025, Algorithm 2 ("ARC").
 
     Example:
         >>> rows = torch.tensor([[1.0], [-2.0], [8.0]]).double()

@@ -30,7 +30,7 @@ class Mixture(CollectingStep):
     """Base class of update steps that replace updates by weighted sums of updates.
 
     With ``joins = False``, each weighted sum replaces one client's update, except BatchNorm statistics and integers.
-    With ``joins = True``, each weighted sum replaces the updates from all clients with a nonzero weight.
+    With ``joins = True``, clients with nonzero weights in a sum form a group, and the sum is the group's only update.
     """
 
     refuses = ("has_clusters", "has_versions", "resizes")
@@ -39,7 +39,7 @@ class Mixture(CollectingStep):
 
     @abstractmethod
     def mixing(self, gram: Tensor) -> Tensor:
-        """Computes the weights from the inner products ``gram``, with one row for each mixed update."""
+        """Computes the weights in all sums, shape ``(sums, updates)``, from the updates' inner products ``gram``."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses aggregation rules with a trusted client or several global models."""
@@ -88,7 +88,7 @@ class Mixture(CollectingStep):
 
 
 class TolerantMixture(Mixture):
-    """Base class for mixing steps with an assumed number of malicious clients."""
+    """Base class of mixtures (weighted sums of updates) with an assumed number of malicious clients."""
 
     def __init__(self, num_malicious: int | None = None) -> None:
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
@@ -119,7 +119,7 @@ class NearestNeighborMixing(TolerantMixture):
 class AdaptiveClipping(TolerantMixture):
     r"""Clips the updates with the largest norms (ARC).
 
-    Clips :math:`\lfloor 2 f (n - f) / n \rfloor` of n updates to the largest norm among the other updates.
+    Reduces the :math:`\lfloor 2 f (n - f) / n \rfloor` largest norms among n updates to the next largest norm.
 
     Args:
         num_malicious: Number f of malicious clients; by default the largest integer below n / 2.

@@ -18,8 +18,8 @@ _ROUNDING = 1e-12  # tolerance for a sum of weights
 class Steps:
     """Client updates as rows of a matrix, computed in chunks.
 
-    A row is a client's model minus the global model. The whole matrix is never stored. Results are new models in
-    float64.
+    A row is a client's model minus the global model. The whole matrix is never stored. :meth:`mean` and
+    :meth:`by_coordinate` return a new global model in float64.
 
     Args:
         start: Global model.
@@ -98,8 +98,8 @@ class Steps:
 
         Args:
             combine: Function from n client models at k coordinates, shape ``(n, k)``, to the combined model, shape
-                ``(k,)``, and each client's number of coordinates used, shape ``(n,)``. A constant added to all models
-                must be added to the combined model.
+                ``(k,)``, and each client's number of coordinates used, shape ``(n,)``. Adding a vector to all models
+                must add the same vector to the combined model.
             chosen: Indices of the updates to use; by default all.
         """
         indices = torch.arange(len(self)) if chosen is None else chosen
