@@ -1,4 +1,4 @@
-"""Rules to follow neurons through layers with weights."""
+"""Rules for layers with weights: each rule assigns a layer's weights and outputs to neurons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def convolution(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through convolutions, including grouped, depthwise and transposed convolutions."""
+    """Assigns a convolution's weights and outputs to neurons, also if grouped, depthwise or transposed."""
     arguments = call.arguments
     weight, groups = arguments["weight"], arguments["groups"]
     is_transposed = call.name.startswith("conv_transpose") or arguments.get("transposed", False)
@@ -44,7 +44,7 @@ def convolution(tracer: Tracer, call: Call) -> Any:
 
 
 def linear(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through linear layers. Rows of the weight are outputs, columns are inputs."""
+    """Assigns a linear layer's weights and outputs to neurons. Rows of the weight are outputs, columns are inputs."""
     weight = call.arguments["weight"]
     if not isinstance(weight, ParameterView):
         return tracer.unknown_result(call)
@@ -55,19 +55,19 @@ def linear(tracer: Tracer, call: Call) -> Any:
 
 
 def matmul(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through matrix products."""
+    """Assigns a matrix product's weights and outputs to neurons."""
     return _product(tracer, call, call.arguments["input"], call.tensors[-1], call.shape)
 
 
 def addmm(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through a matrix product plus an added tensor, such as a bias."""
+    """Assigns weights and outputs to neurons, for a matrix product plus an added tensor, such as a bias."""
     bias, first, second = call.tensors
     product = _product(tracer, call, first, second, call.shape)
     return tracer.pointwise([product, bias], call.shape)
 
 
 def attention(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through scaled dot-product attention."""
+    """Assigns queries, keys, values and outputs in scaled dot-product attention to neurons."""
     query, key, value = (tracer.activation(call.arguments[name]) for name in ("query", "key", "value"))
     if len({len(activation.shape) for activation in (query, key, value)}) > 1 or call.arguments.get("enable_gqa"):
         return tracer.unknown_result(call)
@@ -79,7 +79,7 @@ def attention(tracer: Tracer, call: Call) -> Any:
 
 
 def batch_norm(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through batch and instance normalization."""
+    """Assigns weights, statistics and outputs in batch and instance normalization to neurons."""
     names = ("weight", "bias", "running_mean", "running_var")
     channels = tracer.along(call.arguments["input"], 1)
     tracer.couple_vectors([call.arguments.get(name) for name in names], channels)
@@ -87,7 +87,7 @@ def batch_norm(tracer: Tracer, call: Call) -> Any:
 
 
 def group_norm(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through group normalization. Channels stay in their group, or whole groups move."""
+    """Assigns channels in group normalization to neurons. Permutations keep the channels in a group together."""
     channels = tracer.along(call.arguments["input"], 1)
     groups: int = call.arguments["num_groups" if "num_groups" in call.arguments else "group"]
     tracer.couple_vectors([call.arguments.get(name) for name in ("weight", "bias")], channels)
@@ -100,7 +100,7 @@ def group_norm(tracer: Tracer, call: Call) -> Any:
 
 
 def layer_norm(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through layer normalization and RMS normalization."""
+    """Assigns weights and outputs in layer normalization and RMS normalization to neurons."""
     activation = tracer.activation(call.arguments["input"])
     rank = len(activation.shape)
     dims = set(range(rank - len(call.arguments["normalized_shape"]), rank))
@@ -112,7 +112,7 @@ def layer_norm(tracer: Tracer, call: Call) -> Any:
 
 
 def embedding(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through embedding lookups. Columns of the weight are neurons."""
+    """Assigns an embedding's weights and outputs to neurons. Columns of the weight are neurons."""
     weight = call.arguments["weight"]
     if not isinstance(weight, ParameterView):
         return tracer.unknown_result(call)
@@ -121,7 +121,7 @@ def embedding(tracer: Tracer, call: Call) -> Any:
 
 
 def prelu(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through PReLU activations."""
+    """Assigns a PReLU activation's weights and outputs to neurons."""
     activation, weight = tracer.activation(call.arguments["input"]), call.arguments["weight"]
     if weight.shape == (1,):
         return activation
@@ -131,7 +131,7 @@ def prelu(tracer: Tracer, call: Call) -> Any:
 
 
 def recurrent(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through recurrent layers, such as LSTMs."""
+    """Assigns a recurrent layer's weights and outputs to neurons, for example in an LSTM."""
     arguments = call.arguments
     gates, hidden = _GATES[call.name], arguments["hx"]
     hidden = hidden if isinstance(hidden, list | tuple) else [hidden]
@@ -168,7 +168,7 @@ def recurrent(tracer: Tracer, call: Call) -> Any:
 
 
 def recurrent_cell(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through recurrent cells, such as ``nn.LSTMCell``."""
+    """Assigns a recurrent cell's weights and outputs to neurons, for example in ``nn.LSTMCell``."""
     arguments = call.arguments
     gates, hidden = _GATES[call.name.removesuffix("_cell")], arguments["hx"]
     hidden = hidden if isinstance(hidden, list | tuple) else [hidden]
@@ -204,7 +204,7 @@ def _product(
     second: TracedActivation | ParameterView,
     shape: Sequence[int],
 ) -> TracedActivation:
-    """Follows neurons through a matrix product."""
+    """Assigns a matrix product's weights and outputs to neurons."""
     if isinstance(second, ParameterView) and len(second.shape) == 2 and isinstance(first, TracedActivation):
         tracer.read(second, 0, tracer.along(first, -1))
         return _along(tracer.axis(second, 1, "out"), -1, shape)

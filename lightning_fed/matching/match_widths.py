@@ -54,7 +54,7 @@ def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 class WidthRatio(NamedTuple):
-    """Two layer widths with a fixed ratio. Each width belongs to the layer or entry named before it."""
+    """Two widths with a fixed ratio. ``producer`` and ``consumer`` name the layers or tensors with these widths."""
 
     producer: str
     out_width: int
@@ -63,9 +63,9 @@ class WidthRatio(NamedTuple):
 
 
 def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
-    """Finds pairs of widths to change by the same factor.
+    """Finds pairs of widths with a fixed ratio. Resized layers must keep this ratio.
 
-    The pair belongs to two tensors of one layer, or to successive layers in an ``nn.Sequential``. In the example,
+    A pair belongs to two tensors in one layer, or to successive layers in an ``nn.Sequential``. In the example,
     ``2.weight`` and ``2.bias`` both have 2 rows. The 4 channels of layer 0 become 36 inputs of layer 2.
 
     Example:

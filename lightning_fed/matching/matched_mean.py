@@ -29,14 +29,14 @@ def matched_mean(
 ) -> dict[str, Tensor]:
     r"""Averages client networks after their neurons were matched.
 
-    Each neuron is averaged over the owners: the clients with this neuron. Let :math:`\tilde w_{k,i}` be row *i* of
-    client *k*, or 0 if missing. The mean is
+    Each neuron is averaged over the clients with this neuron. The mean of the incoming weights of neuron *i* is
 
     .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{b \bar a + \sum_{k:\, i \in S_k} a_k}
 
-    or 0 without owners. :math:`a_k` is the client's weight, :math:`\bar a` the mean weight, :math:`S_k` the set of the
-    client's neurons, and *b* the weight of a prior. A column for an input neuron that the client lacks counts as 0. If
-    all clients own all neurons, the result equals :class:`WeightedMean`.
+    or 0 if no client has the neuron. :math:`\tilde w_{k,i}` contains the weights in client *k*, or zeros if the client
+    lacks neuron *i*. A weight from an input neuron that the client lacks also counts as 0. :math:`a_k` is the client's
+    weight, :math:`\bar a` the mean weight, :math:`S_k` the set of the client's neurons, and *b* the weight of a prior.
+    If all clients have all neurons and *b* is 0, the result equals :class:`WeightedMean`.
 
     Args:
         states: State dict of each client, with equal names.
@@ -44,8 +44,8 @@ def matched_mean(
         assignments: For each client and group, the neurons' indices in the mean network: int64, shape ``(neurons,)``.
         sizes: Number of neurons per group in the mean network.
         weights: Client weights, greater than 0. Integer tensors are copied from the client with the largest weight.
-        prior_weight: Weight *b* of a prior with mean 0, relative to the mean client weight. For convolutional networks,
-            the authors use 1.
+        prior_weight: Weight *b* of a prior with mean 0, relative to the mean client weight. The program for FedMA uses
+            1 for convolutional networks.
 
     Raises:
         ValueError: If lengths differ, a weight is out of range, or :func:`grow_neurons` raises an error.
@@ -93,16 +93,16 @@ def agreement(
     sizes: Sequence[int],
     weights: Sequence[float],
 ) -> list[float]:
-    r"""Computes how much of the clients' squared weight norms averaging preserves, per permutation group.
+    r"""Measures how similar the averaged neurons were, for each permutation group (exchangeable neurons).
 
-    The share is 1 for equal or unmatched neurons, and about 1/n for n unrelated neurons matched together. The formula
-    is
+    The result is the neurons' squared norm after averaging, divided by the squared norm before:
 
     .. math:: \frac{\sum_k a_k \sum_j \lVert \bar w_{S_k(j)} \rVert^2}{\sum_k a_k \sum_j \lVert w_{k,j} \rVert^2}
 
-    with client weights :math:`a_k`, incoming weights :math:`w_{k,j}` of neuron *j* on client *k*, matched global neuron
-    :math:`S_k(j)`, and mean :math:`\bar w`. Biases count only in groups without other weights. A group without
-    comparable weights has share NaN.
+    Client *k* has weight :math:`a_k`. Neuron *j* has incoming weights :math:`w_{k,j}`, and is matched with global
+    neuron :math:`S_k(j)` with mean :math:`\bar w`. The result is 1 for equal or unmatched neurons, and about 1/n for n
+    unrelated neurons matched together. Biases count only in groups without incoming weights. A group without
+    comparable weights has result NaN.
     """
     shares = []
     for number, (group, resized) in enumerate(zip(groups, resize_groups(groups, sizes), strict=True)):

@@ -38,8 +38,8 @@ class MergedGroup(NamedTuple):
         before: Neurons in each network.
         width: Neurons in the merged network.
         matched: Fraction of neurons matched with neurons in another network.
-        agreement: Share of the neurons' squared norms after averaging: 1 for equal neurons.
-        seconds: Time for matching this group, without the alignment in ``sweeps``.
+        agreement: The neurons' squared norm after averaging, divided by the squared norm before: 1 for equal neurons.
+        seconds: Time for matching this group, excluding :func:`~lightning_fed.matching.align_networks`.
     """
 
     name: str
@@ -73,8 +73,8 @@ class MatchedAverage:
     initializations lose much accuracy.
 
     Args:
-        mode: ``"grow"`` keeps unmatched neurons as additional neurons, with the marginal score up to 1.25 times the
-            width; ``"permute"`` matches neurons one to one and preserves widths; ``"none"`` averages without matching.
+        mode: ``"grow"`` adds unmatched neurons. With the marginal score, layers become at most 1.25 times as wide.
+            ``"permute"`` matches neurons one to one and preserves widths. ``"none"`` averages without matching.
         order: ``"fedma"`` matches from the first layer on, by incoming weights; ``"pfnm"`` from the last layer on, by
             outgoing weights.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.

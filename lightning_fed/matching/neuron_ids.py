@@ -22,13 +22,13 @@ Constraint: TypeAlias = tuple[Literal["apart", "within", "block"], int]
 
 
 class UnionFind:
-    """Disjoint sets of neuron ids. All ids in a set belong to one neuron.
+    """Groups neuron ids into disjoint sets. All ids in a set belong to one neuron.
 
-    A constraint restricts which neurons may exchange places. No neuron can be added.
+    A constraint (:meth:`constrain`) forbids additional neurons, and only allows permutations of neurons:
 
-    - ``"apart"``: only neurons in the same part of a tensor, for example after ``split``.
-    - ``"within"``: only neurons in the same reduction, such as a mean.
-    - ``"block"``: only neurons in the same GroupNorm group, or whole groups.
+    - ``"apart"``: in one part of a tensor, for example after ``split``.
+    - ``"within"``: in one part of an operation, such as a mean or a convolution group.
+    - ``"block"``: in one GroupNorm group, or permutations of whole groups.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class UnionFind:
 
 @dataclass(frozen=True, eq=False)
 class TracedActivation:
-    """Shape of an activation, and the neuron id of each element. Axes with constant ids have length 1."""
+    """Neuron number (id) of each element in an activation. Along an axis with equal ids, ``ids`` can have length 1."""
 
     ids: Tensor
     shape: tuple[int, ...]

@@ -1,9 +1,9 @@
 r"""Matches one layer's client neurons to a variable number of global neurons.
 
-- Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019: the model, and the
-  score in the authors' program ("published"); each layer is matched once, without training between layers.
-- Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020: as in PFNM, with training between layers.
-- Yurochkin et al., "Statistical Model Aggregation via Parameter Matching" (SPAHM), NeurIPS 2019: the marginal score.
+- Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019: the model below,
+  without training between layers. The "published" score is from the authors' program.
+- Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020: PFNM with training between layers.
+- Yurochkin et al., "Statistical Model Aggregation via Parameter Matching" (SPAHM), NeurIPS 2019: the "marginal" score.
 
 In the model, global neuron *i*, :math:`\theta_i`, is drawn around a prior mean :math:`\mu`. Neuron *l* of client *j*,
 :math:`w_{jl}`, is drawn around a global neuron. A Beta-Bernoulli process determines each client's global neurons:
@@ -11,8 +11,8 @@ In the model, global neuron *i*, :math:`\theta_i`, is drawn around a prior mean 
 .. math:: \theta_i \sim \mathcal{N}(\mu, \sigma_0^2) \qquad
     w_{jl} \mid \theta_i \sim \mathcal{N}(\theta_i, \sigma_j^2)
 
-Two neurons of one client are never matched with the same global neuron. Clients are matched one after another with all
-existing global neurons or with new ones. Each assignment maximises the sum of scores (:func:`match_neurons`).
+Two neurons of one client are never matched with the same global neuron. Clients are matched one after another with
+existing or new global neurons, to maximise a sum of scores. :func:`match_neurons` defines the two possible scores.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def match_neurons(
     - In further passes, all clients are matched again in random order, until nothing changes.
     - Unknown variances are estimated from the result, and the clients are matched again, at most three times.
 
-    Neuron *l* of client *j*, :math:`w_{jl}`, has variance :math:`\sigma_j^2` around a global neuron. Global neurons
-    have variance :math:`\sigma_0^2` around the prior mean :math:`\mu`. The inverse variances are :math:`p_j` and
-    :math:`p_0`. :math:`n_i` of the :math:`J` clients have a neuron matched with global neuron *i*. Sums over these
-    neurons give :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and :math:`P_i = p_0 + \sum p_j`, without the client to match.
-    With :math:`u = p_j w`, the score for matching neuron :math:`w` with global neuron *i* is a sum over weights *d*:
+    Neurons of client *j* have variance :math:`\sigma_j^2` around global neurons. Global neurons have variance
+    :math:`\sigma_0^2` around the prior mean :math:`\mu`. The inverse variances are :math:`p_j` and :math:`p_0`. Suppose
+    that :math:`n_i` of the other :math:`J - 1` clients have a neuron :math:`w_k` matched with global neuron *i*. Let
+    :math:`A_i = p_0 \mu + \sum_k p_k w_k`, and :math:`P_i = p_0 + \sum_k p_k`. For neuron :math:`w` of client *j*, let
+    :math:`u = p_j w`. The score for matching this neuron with global neuron *i* is a sum over weights *d*:
 
     .. math::
         \sum_d \Big( \frac{(A_{id} + u_d)^2}{P_{id} + p_{jd}} - \frac{A_{id}^2}{P_{id}}
@@ -100,11 +100,11 @@ def match_neurons(
         \sum_d \Big( \frac{(p_{0d} \mu_d + u_d)^2}{p_{0d} + p_{jd}} - p_{0d} \mu_d^2
         + \Big[ \log \frac{p_{0d}}{p_{0d} + p_{jd}} \Big] \Big) + 2 \log \frac{\gamma}{J} - 2 \log k
 
-    - ``"published"``: the score in the programs for PFNM and FedMA. The terms in brackets are omitted, :math:`c = 1`,
+    - ``"published"``: the score in the programs for PFNM and FedMA. The terms in square brackets are omitted, *c* is 1,
       and :math:`n_i` is at most 10. From 700 global neurons on, each client adds at most one. This score hardly
       distinguishes neurons with small weights.
-    - ``"marginal"``: the score derived from the model, with the terms in brackets and :math:`c = 2`. This score finds
-      the neurons that clients share. Other neurons become new global neurons.
+    - ``"marginal"``: the score derived from the model, with the terms in square brackets, and *c* is 2. This score
+      finds the neurons that clients share. Other neurons become new global neurons.
 
     Variances are estimated by expectation maximization. Each block of weights has one :math:`\sigma_j^2` per client,
     and one :math:`\sigma_0^2`. All start with half the variance of the block's values.
@@ -347,10 +347,10 @@ def _numbers(name: str, value: float | Tensor, like: Tensor, shape: tuple[int, .
 
 
 def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns start values for the client variance and prior variance of each weight, shape ``(D,)``.
+    """Returns start values for the client variance and prior variance of a neuron's D weights, shape ``(D,)``.
 
-    Both are half the variance of all clients' values in a block. ``sizes`` are the block sizes. If a block has only
-    equal values, the client variance is infinite, and the matching ignores the block.
+    Both are half the variance of all clients' values in a block of weights. ``sizes`` are the block sizes. If a block
+    has only equal values, the client variance is infinite, and the matching ignores the block.
     """
     count = sum(len(client_neurons) for client_neurons in neurons)
     mean, squares = (to_float64(torch.zeros_like(neurons[0][0])) for _ in range(2))
@@ -413,9 +413,9 @@ def _maximise_likelihood(
     A client's neuron has variance ``noise`` around a global neuron, and global neurons have variance ``prior``.
     ``noise``, shape ``(J,)``, and ``prior`` are start values. Known variances are returned unchanged.
 
-    For L global neurons and J clients, ``products``, shape ``(L, J, J)``, contains inner products between matched
-    neurons, from which the prior mean was subtracted first. ``owned``, shape ``(L, J)``, is 1 if a client has a matched
-    neuron. Otherwise, both are 0.
+    For L global neurons and J clients, ``owned``, shape ``(L, J)``, is 1 if the client has a matched neuron, else 0.
+    ``products``, shape ``(L, J, J)``, contains the inner products of the neurons matched with a global neuron, for all
+    pairs of clients. The prior mean was subtracted first. If a client has no matched neuron, the inner product is 0.
     """
     squares = products.diagonal(dim1=1, dim2=2)
     least = _LEAST_SHARE * squares.sum() / (owned.sum() * size)

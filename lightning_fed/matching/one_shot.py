@@ -46,8 +46,8 @@ class StateMatch(NamedTuple):
         groups: Permutation groups (exchangeable neurons) with the merged widths. To load ``state`` into a module, use
             :func:`~lightning_fed.matching.resize_module`.
         assignments: For each network and group, each neuron's index in the merged network: int64, shape ``(neurons,)``.
-        agreement: For each group, the share of the neurons' squared norms that averaging preserves.
-        seconds: Time for matching each group, without the alignment in ``sweeps``.
+        agreement: For each group, the neurons' squared norm after averaging, divided by the squared norm before.
+        seconds: Time for matching each group, excluding :func:`~lightning_fed.matching.align_networks`.
     """
 
     state: dict[str, Tensor]
@@ -90,8 +90,8 @@ def match_states(
     layer, and compares incoming weights, biases and normalization. ``"pfnm"`` starts with the last layer, and compares
     outgoing weights and biases, in the first layer also incoming weights.
 
-    With ``sweeps`` above 0, neurons are first matched one to one. Then an alignment compares all weights
-    (:func:`~lightning_fed.matching.align_networks`). With ``"grow"``, a new matching then adds neurons. BatchNorm's
+    With ``sweeps`` above 0, neurons are first matched one to one. Comparing all weights then improves these matches
+    (:func:`~lightning_fed.matching.align_networks`). In mode ``"grow"``, a further matching adds neurons. BatchNorm's
     running statistics are averaged. Measure these again with the merged network.
 
     Args:
@@ -99,8 +99,8 @@ def match_states(
         groups: Permutation groups in the networks.
         generator: Draws the network order, and the group order in sweeps.
         order: Group order, ``"fedma"`` or ``"pfnm"``.
-        mode: ``"grow"`` adds neurons, but only permutes groups of fixed width. ``"permute"`` only permutes, ``"none"``
-            averages without matching.
+        mode: ``"grow"`` adds unmatched neurons, except in groups with fixed width. ``"permute"`` matches neurons one to
+            one and preserves widths. ``"none"`` averages without matching.
         weights: Network weights, greater than 0; by default equal.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         max_growth: Maximum group width, as a multiple of a network's width; ``None`` for no limit. ``"auto"`` is 1.25

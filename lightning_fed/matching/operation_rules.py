@@ -1,4 +1,4 @@
-"""Rules to follow neurons through operations without weights."""
+"""Rules for operations without weights: each rule assigns an operation's outputs to neurons."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def constant(tracer: Tracer, call: Call) -> Any:
 
 
 def same(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through operations that only change dtype, memory or name."""
+    """Returns the input's neurons, for operations that only change dtype, memory or name."""
     return call.args[0]
 
 
 def pointwise(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through elementwise operations. Equal positions belong to one neuron."""
+    """Assigns an elementwise operation's outputs to neurons. Input elements at one position belong to one neuron."""
     return call.results(tracer.pointwise(call.tensors, call.shape))
 
 
 def pool(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through pooling, interpolation and padding over spatial dimensions."""
+    """Assigns outputs to neurons, for pooling, interpolation and padding over spatial dimensions."""
     activation = tracer.activation(call.tensors[0])
     number = re.search(r"(\d)d", call.name)
     assert number is not None
@@ -66,7 +66,7 @@ def pool(tracer: Tracer, call: Call) -> Any:
 
 
 def reduction(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through reductions, such as a sum, mean or maximum."""
+    """Assigns a reduction's outputs to neurons, for example a sum, mean or maximum."""
     if len(call.tensors) > 1:
         return pointwise(tracer, call)
     activation = tracer.activation(call.tensors[0])
@@ -80,7 +80,7 @@ def reduction(tracer: Tracer, call: Call) -> Any:
 
 
 def softmax(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through softmax over one dimension."""
+    """Assigns outputs to neurons, for softmax over one dimension."""
     activation = tracer.activation(call.tensors[0])
     dim = call.arguments["dim"] % len(activation.shape)
     if dim in activation.varying:
@@ -89,7 +89,7 @@ def softmax(tracer: Tracer, call: Call) -> Any:
 
 
 def move(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through operations that move elements, such as reshape, flip or slice."""
+    """Assigns outputs to neurons, for operations that move elements, such as reshape, flip or slice."""
     if any(isinstance(value, torch.dtype) for value in call.args):  # reinterpreted bytes
         return tracer.unknown_result(call)
     first = call.args[0]
@@ -114,7 +114,7 @@ def move(tracer: Tracer, call: Call) -> Any:
 
 
 def concatenation(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through a concatenation along one dimension."""
+    """Assigns outputs to neurons, for a concatenation along one dimension."""
     activations = [tracer.activation(value) for value in call.tensors]
     is_neutral = [bool((activation.ids == NEUTRAL).all()) for activation in activations]
     if sum(is_neutral) > 1:  # possibly constants with different values
@@ -137,7 +137,7 @@ def concatenation(tracer: Tracer, call: Call) -> Any:
 
 
 def padding(tracer: Tracer, call: Call) -> Any:
-    """Follows neurons through padding."""
+    """Assigns outputs to neurons, for padding."""
     activation = tracer.activation(call.tensors[0])
     amounts = call.arguments["pad"]
     padded = {len(activation.shape) - 1 - index // 2 for index, amount in enumerate(amounts) if amount}

@@ -28,10 +28,10 @@ Role: TypeAlias = Literal["out", "in", "vec", "both"]
 
 
 class GroupEntry(NamedTuple):
-    """Positions of a permutation group's neurons on one axis of a parameter or buffer.
+    """Positions of exchangeable neurons (a permutation group) on one axis of a parameter or buffer.
 
     Attributes:
-        positions: Indices on the axis, int64, shape ``(neurons, copies)``. Usually ``copies`` is 1. After
+        positions: Indices on the axis, int64, shape ``(neurons, copies)``. Usually, a neuron has one index. After
             ``nn.Flatten``, a channel has one index per pixel.
         role: ``"out"`` for outputs of a layer (rows of a weight), ``"in"`` for inputs (columns), ``"vec"`` for one
             value per neuron (bias, normalization), ``"both"`` for tied embeddings.
@@ -50,8 +50,8 @@ class PermutationGroup:
     Attributes:
         name: Name of the layer with these neurons as outputs.
         size: Number of neurons.
-        entries: Maps each axis of a parameter or buffer with these neurons to their positions on the axis.
-        blocks: Number of consecutive blocks of equal size, such as in group normalization. A neuron stays in its block.
+        entries: Maps (name, dimension) of a parameter or buffer axis to the neurons' positions on this axis.
+        blocks: Number of consecutive blocks with equal size, as in GroupNorm. Permutations do not split a block.
         is_growable: Whether neurons can be added.
     """
 
@@ -67,8 +67,8 @@ class PermutationGroup:
 
         Args:
             state: The network's state dict.
-            axes: Maps (name, dimension) of each axis to its role. On an axis longer than ``size``, each neuron has
-                several adjacent positions.
+            axes: Maps (name, dimension) of each axis to the role: ``"out"``, ``"in"``, ``"vec"`` or ``"both"``, see
+                :class:`GroupEntry`. On an axis longer than ``size``, each neuron has several adjacent positions.
             size: Number of neurons.
 
         Example:
@@ -233,11 +233,11 @@ def grow_neurons(
 def neuron_features(
     state: Mapping[str, Tensor], group: PermutationGroup, roles: Sequence[Role] = ("out", "vec")
 ) -> dict[Axis, Tensor]:
-    """Returns each neuron's weights in a group, as one matrix per parameter axis.
+    """Returns the weights of a group's neurons, as a matrix for each parameter axis.
 
     Matrices have shape ``(neurons, features)``. Integer tensors, running statistics, and recurrent weights between
-    neurons of the group are excluded. For :func:`~lightning_fed.matching.match_neurons`, concatenate the columns, and
-    pass the column counts as ``blocks``.
+    neurons in the group are excluded. For :func:`~lightning_fed.matching.match_neurons`, concatenate the matrices along
+    dimension 1, and pass the numbers of columns as ``blocks``.
 
     Args:
         state: The network's state dict. To compare networks, first permute all other groups to a common order.
@@ -269,7 +269,7 @@ def neuron_features(
 
 
 def is_compared(name: str, value: Tensor) -> bool:
-    """True if an entry is used to compare neurons, so not for integers and running statistics."""
+    """True for entries used to compare neurons: floating-point tensors, except running statistics."""
     return value.is_floating_point() and name.rpartition(".")[2] not in ("running_mean", "running_var")
 
 
@@ -281,7 +281,7 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits a matrix by columns into blocks with consecutive numbers, row by row.
+    """Splits a matrix into blocks of adjacent columns. Read by rows, each block contains consecutive numbers.
 
     Returns each block's first column, first number and number of columns, or ``None`` without such blocks. For
     ``[[0, 1, 6], [2, 3, 7]]``, the blocks are ``[[0, 1], [2, 3]]`` and ``[[6], [7]]``, so the result is

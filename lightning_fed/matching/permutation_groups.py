@@ -59,21 +59,21 @@ class PermutationGroups:
         pin: Sequence[str] = (),
         extra_groups: Sequence[PermutationGroup] = (),
     ) -> PermutationGroups:
-        """Finds a module's permutation groups.
+        """Finds a module's permutation groups (sets of exchangeable neurons).
 
-        The module is traced with `torch.export` in evaluation mode. Weight rows and columns are followed through the
-        operations. All rows and columns that contribute to the same element in an activation belong to one neuron.
-        Inputs, outputs, and neurons in unknown operations are not permuted, so some groups may be missing.
+        The module is traced with `torch.export` in evaluation mode. All weight rows, weight columns and biases that
+        produce or use the same element in an activation belong to one neuron. Inputs, outputs, and neurons in unknown
+        operations are not permuted, so some groups may be missing.
 
-        Two checks then run the module with random values. A group is removed with a warning if a permutation changes
-        the outputs. If neurons cannot be added, ``is_growable`` becomes false.
+        Two checks then run the module with random values. If permuting a group changes the outputs, the group is
+        removed with a warning. If adding neurons fails or changes the outputs, ``is_growable`` becomes false.
 
         Args:
             module: Any module; restored afterwards. The operations in ``forward`` must not vary between calls. Unused
                 submodules cause a warning.
             example_input: Small input with at least two examples: a tensor, a tuple, or a dictionary of named inputs.
             pin: Patterns for parameter names (``"decoder.*"``) with neurons to exclude from permutations.
-            extra_groups: Groups defined manually. These are also checked, and replace found groups with common neurons.
+            extra_groups: Manually defined groups, also checked. Found groups that share neurons with these are dropped.
 
         Example:
             >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 9, 2))
@@ -156,7 +156,7 @@ class PermutationGroups:
     def features(
         self, state: Mapping[str, Tensor], name: str, roles: Sequence[Role] = ("out", "vec")
     ) -> dict[Axis, Tensor]:
-        """Returns weights by axis, one row per neuron, see :func:`~lightning_fed.matching.neuron_features`."""
+        """Returns the weights in group ``name`` as matrices, see :func:`~lightning_fed.matching.neuron_features`."""
         return neuron_features(state, self[name], roles)
 
     def tie(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -38,8 +38,8 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
     Args:
         groups: Permutation groups of the network.
         names: Names of the shared parameters and buffers. Tied parameters appear under the first name.
-        choice: ``"auto"``, the maximum number of stages, or a list with name patterns for each stage. For a maximum,
-            neighboring stages with the fewest neurons are merged.
+        choice: ``"auto"`` for all stages, an integer for the maximum number, or a list with name patterns for each
+            stage. Above the maximum, neighboring stages with the fewest neurons are merged.
 
     Raises:
         ValueError: If ``choice`` is invalid: a name matches no stage, a stage is empty, several stages compute one
@@ -91,8 +91,8 @@ def check_stages(choice: StageChoice) -> StageChoice:
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
     """Finds the names of the output layers' parameters and buffers.
 
-    These are used after all permuted neurons, and have as many rows as the last one used. ``form`` contains a tensor
-    for each name.
+    Output layers are used after all layers with permutable neurons. Their tensors have as many rows as the tensor used
+    last. ``form`` contains a tensor for each name.
     """
     order = {name: index for index, name in enumerate(groups.order)}
     makers = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}

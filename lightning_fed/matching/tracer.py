@@ -59,7 +59,7 @@ class Call:
         return self.results(*[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes])
 
     def results(self, *activations: TracedActivation | None) -> Any:
-        """Puts traced activations into the operation's return structure, with ``None`` for other results."""
+        """Returns one activation or a list, as the operation does. ``None`` replaces missing activations."""
         filled = [*activations, *[None] * (len(self.shapes) - len(activations))]
         return filled if self.has_many else filled[0]
 
@@ -67,13 +67,13 @@ class Call:
 class Tracer:
     """Finds the rows and columns of parameters that belong to the same neuron.
 
-    Each row or column has a neuron id. Ids of the same neuron are merged. Pinned ids mark neurons with a fixed order.
+    Each row or column has a neuron id. Ids of the same neuron are merged. Neurons with a fixed order are pinned.
 
     Attributes:
         axes: For each parameter axis, the neuron id at each position.
         roles: For each parameter axis, whether neurons are outputs (``"out"``), inputs (``"in"``), or have one value
             each (``"vec"``).
-        elements: Neuron id of each element, for parameters not used along one axis.
+        elements: Neuron id of each element, for parameters used like activations, such as position embeddings.
         unknown: Number of calls of each unsupported operation. Neurons in such operations are pinned.
     """
 
@@ -87,7 +87,7 @@ class Tracer:
         self.constant_id = NEUTRAL
 
     def run(self, program: ExportedProgram, names: Mapping[str, str], constants: Mapping[str, Tensor]) -> None:
-        """Follows neurons through an exported program."""
+        """Finds the neurons in an exported program."""
         # Both arguments are by tensor path: names in the state dict, and tensors outside the state dict.
         signature = program.graph_signature
         targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -123,7 +123,7 @@ class Tracer:
     # --- parameters ---------------------------------------------------------------------------------------------------
 
     def axis(self, view: ParameterView, dim: int, role: str) -> Tensor:
-        """Returns the neuron ids on axis ``dim`` of a parameter, and adds ``role`` to the roles of the axis."""
+        """Returns the neuron ids on a parameter's axis. Adds ``role`` to ``roles``, such as ``"out"`` for outputs."""
         key = view.name, view.axes[dim]
         if key not in self.axes:
             self.axes[key] = self.union_find.add(view.shape[dim])
@@ -165,7 +165,7 @@ class Tracer:
     # --- helpers for rules -----------------------------------------------------------------------------------------
 
     def along(self, value: TracedActivation | ParameterView, dim: int) -> Tensor:
-        """Merges the ids at the same index along ``dim``. Returns one id for each index."""
+        """Marks all elements with the same index along ``dim`` as one neuron. Returns the neuron id for each index."""
         activation = self.activation(value)
         dim %= len(activation.shape)
         remaining_dims = [index for index in range(len(activation.shape)) if index != dim]
@@ -239,8 +239,7 @@ class Tracer:
     def _combine(
         self, first: TracedActivation, first_broad: set[int], second: TracedActivation, second_broad: set[int]
     ) -> TracedActivation:
-        """Merges the neuron ids at equal positions in two operands, as in ``first + second``."""
-        # Broadcasting expands the axes in `first_broad` and `second_broad`.
+        """Treats elements at equal positions as one neuron. ``first_broad`` and ``second_broad`` are broadcast axes."""
         for operand, partner in ((first, second), (second, first)):
             if bool((operand.ids == NEUTRAL).all()):
                 return partner

@@ -5,7 +5,7 @@ Every entry of ``module.state_dict()`` has one policy:
 - *shared*: sent to the client before training, returned after training, aggregated;
 - *sliced*: shared, but each client requests and returns only some rows (FedSS);
 - *personal*: stays on the client between rounds (FedPer, FedBN);
-- *frozen*: never sent; every client's training starts from the server's values.
+- *frozen*: never sent; clients have the server's values from the beginning, and start each training with these.
 """
 
 from __future__ import annotations
@@ -406,7 +406,7 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
     ``option`` is the name of the user's option for error messages.
 
     Raises:
-        ValueError: If a selector matches nothing, or only a later name of a tensor with several names.
+        ValueError: If a selector matches nothing, or a tied tensor is matched only by a later name or layer.
     """
     names = list(names)
     tied = tied_names({name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)})

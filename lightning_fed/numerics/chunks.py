@@ -10,7 +10,7 @@ def chunk_steps(count: int, width: int, positions: int, elements: int | None = N
     """Returns the numbers of examples and pixels per chunk.
 
     The input has ``count`` examples, ``width`` channels and ``positions`` pixels. A chunk contains all channels, and
-    either whole examples or some pixels in one example. ``elements`` limits the values per chunk of several pixels.
+    either whole examples or some pixels in one example. Chunks have at most ``elements`` values, or a single pixel.
 
     Example:
         >>> chunk_steps(100, 4, 10, elements=80), chunk_steps(100, 4, 10, elements=20)

@@ -24,8 +24,8 @@ class RowSums:
 
     .. math:: \bar w_j = w_j + \frac{1}{A_j} \sum_{k:\, j \in S_k} a_k (w_{k,j} - w_j)
 
-    With ``"global"``, the default, :math:`A_j` is the sum of all weights, so a missing row counts as unchanged. With
-    ``"per_row"``, :math:`A_j` sums only the weights of clients with row *j*.
+    The argument ``weighting`` of :meth:`mean` sets :math:`A_j`. With ``"global"``, the default, :math:`A_j` sums the
+    weights of all clients, so a missing row counts as unchanged. With ``"per_row"``, only clients with row *j* count.
 
     Attributes:
         total: Sum of all added weights.
@@ -72,8 +72,8 @@ class RowSums:
     def mean(self, base: Tensor, weighting: RowWeighting = "global", total: float | None = None) -> Tensor:
         """Returns a copy of ``base``, shape ``(n, *)``, with weighted means in the rows that clients sent.
 
-        With ``"global"``, a client without a row contributes the row of ``base``. With ``"per_row"``, only clients with
-        the row count. ``total`` is the sum of all clients' weights, by default of the added weights.
+        With ``"global"``, a client without a row contributes the row of ``base``. With ``"per_row"``, such a
+        client is ignored. ``total`` is the sum of all clients' weights, by default the sum of all added weights.
         """
         check_option("row_weighting", weighting, ("global", "per_row"))
         self._merge_parts()

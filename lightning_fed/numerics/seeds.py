@@ -1,4 +1,4 @@
-"""Derives seeds, and integers from client names, with equal values in all processes."""
+"""Derives random seeds, and turns client names into integers. All processes get equal values."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor
 
 
 def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
-    """Groups list indices if the tensors have equal dtypes and lie directly one after another in memory."""
+    """Returns groups of list indices. Within a group, each list's tensors have one dtype and are adjacent in memory."""
     runs: list[list[int]] = []
     open_runs: dict[Any, tuple[list[int] | None, list[int]]] = {}  # runs and ends of storages, by next addresses
     for position, group in enumerate(zip(*lists, strict=True)):
@@ -168,7 +168,7 @@ def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 
 def join(*lists: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Finds groups of tensors adjacent in memory in every list. Returns per group one flat view for each list."""
+    """Joins the tensors in each :func:`find_runs` group to a flat view per list. A single tensor keeps its shape."""
     return [tuple(_view_flat([values[at] for at in run]) for values in lists) for run in find_runs(*lists)]
 
 

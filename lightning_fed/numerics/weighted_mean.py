@@ -114,7 +114,7 @@ class WeightedMean:
         return means | {name: value.clone() for name, value in self._integers.items()}
 
     def held_rows(self) -> dict[str, Tensor]:
-        """Indices of received rows, int64, shape ``(rows,)``, by name of the entries that clients sent only as rows."""
+        """Returns received row indices by entry: int64, shape ``(rows,)``. Omits an entry if a client sent all rows."""
         return {name: sums.rows for name, sums in self._rows.items() if name not in self._sums}
 
     def _completed(self, name: str, value: Tensor, base: Mapping[str, Tensor] | None) -> Tensor:
