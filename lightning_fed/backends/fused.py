@@ -48,10 +48,12 @@ KNOWN_VERSIONS = ("2.5.", "2.6.")
 
 
 class BatchLoop:
-    """Trains on batches faster than Lightning's loop, within one call of ``on_train_batch_end``.
+    """Trains on batches faster than Lightning's loop.
 
-    Hooks, counters and logged values are the same as in Lightning's loop. For manual optimization, gradient
-    accumulation, loss scaling or a module with ``optimizer_step``, the batch loop calls Lightning's optimization code.
+    Lightning's loop trains on the first batch, and calls ``on_train_batch_end``. Within this call, the batch loop
+    trains on the other batches. Hooks, counters and logged values are the same as in Lightning's loop. For manual
+    optimization, gradient accumulation, loss scaling or a module with ``optimizer_step``, the batch loop calls
+    Lightning's optimization code.
     """
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:

@@ -86,7 +86,7 @@ def _check_flower(options: argparse.Namespace) -> None:
 
 
 def examine(requirements: Sequence[str]) -> Iterator[str]:
-    """Yields lines of the report. ``requirements`` lists the required packages."""
+    """Yields lines about versions, devices and extras. ``requirements`` lists all dependencies, also for extras."""
     yield f"{PACKAGE} {__version__}"
     yield f"Python {platform.python_version()}, {platform.platform()}"
     yield from ("", "Always needed", *(f"  {state}" for state in states_of(_needed(requirements))), "", "Devices")

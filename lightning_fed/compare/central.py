@@ -126,7 +126,7 @@ def _length_of(loader: Any) -> int:
 
 
 class _PooledRounds(RevertingCallback):
-    """Callback for pooled training: gives an epoch as many examples as a round, and freezes the frozen entries."""
+    """Makes an epoch of pooled training as long as a federated round. Applies the federation's option ``frozen``."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation

@@ -40,10 +40,10 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
     Returns the kind of metric, and numbers by pair of models and by seed. The key ``"all"`` contains the numbers for
     scores averaged over seeds. The kinds are:
 
-    - ``"scores"``: the metric has one score per case. The numbers are :func:`paired_sums`.
-    - ``"areas"``: the metric is the area under the ROC curve. The numbers are :func:`area_sums`.
-    - ``"replicates"``: other metrics, also computed on bootstrap samples (replicates). The numbers are the number of
-      cases, then the input for :func:`difference_of_replicates`.
+    - ``"scores"``: the metric has one score per case. The numbers are from :func:`paired_sums`.
+    - ``"areas"``: the metric is the area under the ROC curve. The numbers are from :func:`area_sums`.
+    - ``"replicates"``: other metrics, also computed on bootstrap samples (replicates). The first number counts the
+      cases (or patients). The other numbers are the input for :func:`difference_of_replicates`.
 
     Args:
         runs: The site's scores by model and seed, as in :attr:`SiteScores.scores`, for the same cases.

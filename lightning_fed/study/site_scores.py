@@ -73,9 +73,10 @@ class SiteScores(AskableCallback):
         patient: Key of the patient names in a dictionary batch; ``None`` if all cases are independent.
 
     Attributes:
-        scores: A dictionary for each site. ``cases`` contains fingerprints of the examples, and ``patients`` the
-            patients' names. A mean over cases has ``scores`` by case. An area under the ROC curve has predictions for
-            ``positives`` and ``negatives``. Other metrics have ``value`` and bootstrap ``replicates``.
+        scores: A dictionary for each site. ``"cases"`` has fingerprints of the examples, and ``"patients"`` the patient
+            names. The other keys depend on the metric. Mean over cases: ``"scores"``, one per case. Area under the ROC
+            curve: predictions ``"positives"`` and ``"negatives"``. Other metrics: ``"value"`` on all cases, and
+            ``"replicates"``, one value per bootstrap sample.
 
     Raises:
         MisconfigurationException: If the fit uses several processes, the server sees no client models (as with a secure
@@ -266,9 +267,10 @@ def _find_areas(metrics: Mapping[str, Metric], whole: EvaluationReport, key: str
 def bootstrap(
     module: L.LightningModule, client: Client, key: str, groups: Sequence[Sequence[MetricStates]]
 ) -> list[float]:
-    """Computes the metric ``key`` on bootstrap samples of a site's cases. All models use the same samples.
+    """Computes the metric ``key`` on bootstrap samples of a site's cases. Returns one value per sample.
 
-    ``groups`` contains a list of metric states for each independent case or patient.
+    ``groups`` contains a list of metric states for each independent case or patient. Every call for a client draws the
+    same samples, to compare models.
     """
     with isolated_pass(module):
         metrics = named_metrics(module)

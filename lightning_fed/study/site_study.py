@@ -46,12 +46,12 @@ class SiteStudy(AskableCallback):
     """Compares models at sites on other machines. Each model is trained in a separate fit per seed.
 
     Add this callback to server and sites. After each fit, every site scores the model on each case (example), and sends
-    only sums over cases. The scores stay in ``folder/sites``. For ``"local"``, train with ``personal=["*"]``: each site
-    trains and keeps a separate model.
+    only sums over cases. The scores stay in ``folder/sites``.
 
-    After fits of ``"local"`` and another model, the server writes a report (see :func:`write_study`). The report shows
-    each site's gain: a model's score minus the score of ``"local"``. The primary comparison is between ``"local"`` and
-    the first other model. Every site writes a table with the site's gain, ``sites/<client>.md``.
+    One model is the baseline ``"local"``: with ``personal=["*"]``, each site trains and keeps a separate model. After
+    fits of ``"local"`` and another model, the server writes a report (see :func:`write_study`). The report shows each
+    site's gain: a model's score minus the score of ``"local"``. The primary comparison is between ``"local"`` and the
+    first other model. Every site writes a table with the site's gain, ``sites/<client>.md``.
 
     A secure sum needs at least five sites, and the report only shows the mean gain over sites. With central privacy,
     only the sites have tables.
@@ -62,7 +62,7 @@ class SiteStudy(AskableCallback):
         folder: Folder for the study's files, the same in all fits.
         stage: ``"test"`` or ``"validation"``.
         patient: Key for patient names in a dictionary batch; ``None`` if all cases are independent.
-        min_support: Smallest number of cases, set at the site; see :func:`answer_site`. A smaller site sends no sums.
+        min_support: A site with fewer cases sends no sums; see :func:`answer_site`. Each site may choose another value.
 
     Raises:
         MisconfigurationException: In ``fit``, with several processes, ``EarlyStopping`` on the server, or fewer than

@@ -1,4 +1,4 @@
-"""Statistics to compare two models on equal cases, computed from sums over cases. Arrays may have leading axes."""
+"""Compares two models' scores on the same examples ("cases"), from sums over cases. Arrays may have leading axes."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def area_sums(first: tuple[ArrayLike, ArrayLike], second: tuple[ArrayLike, Array
 
 
 def difference_of_areas(sums: ArrayLike) -> Estimate:
-    """Estimates the difference between two areas from :func:`area_sums`, with DeLong's variance."""
+    """Estimates the difference between two areas under the ROC curve from :func:`area_sums`, with DeLong's variance."""
     m, n, first, second, *covariances = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     over_positives, over_negatives = (part[0] + part[2] - 2 * part[1] for part in (covariances[:3], covariances[3:]))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -176,7 +176,7 @@ def draw_cases(seed: int, replicate: int, client: Client, count: int) -> NDArray
 def difference_of_replicates(sums: ArrayLike) -> Estimate:
     """Estimates the difference between two models' metric values, with the variance from bootstrap samples.
 
-    ``sums`` contains both models' values on all cases, then :func:`paired_sums` over the values on bootstrap samples.
+    ``sums[..., :2]`` are both models' values on all cases. The rest is :func:`paired_sums` of the bootstrap values.
     """
     values = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     spread = difference_of_sums(np.moveaxis(values[2:], 0, -1))
@@ -227,14 +227,14 @@ def effect_sums(values: ArrayLike, variances: ArrayLike, tau_squared: ArrayLike 
 
 
 def tau_squared_of_sums(sums: ArrayLike, sites: int) -> Floats:
-    """Estimates the variance between sites (DerSimonian and Laird) from :func:`effect_sums` added over sites."""
+    """Estimates the variance between sites (DerSimonian and Laird). ``sums``: :func:`effect_sums`, added over sites."""
     weights, total, squares, of_weights = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     q = squares - total * total / weights
     return np.asarray(np.maximum((q - (sites - 1)) / (weights - of_weights / weights), 0.0))
 
 
 def effect_of_sums(sums: ArrayLike, sites: int) -> Estimate:
-    """Estimates the random-effects mean over ``sites`` sites from :func:`effect_sums` added over sites."""
+    """Estimates the random-effects mean of ``sites`` sites. ``sums``: :func:`effect_sums`, added over all sites."""
     weights, total, squares, _ = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     spread = (squares - total * total / weights) / ((sites - 1) * weights)
     return Estimate(total / weights, np.maximum(spread, 1 / weights), np.full_like(weights, sites - 1))

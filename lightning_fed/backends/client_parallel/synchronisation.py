@@ -214,7 +214,7 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
 
     Raises:
         MisconfigurationException: If other processes cannot read the client store. If a callback saves checkpoints
-            within a round, or collects updates without ``share_round``.
+            within a round, or aggregates updates without sharing these between processes (``share_round``).
     """
     if type(store).share is ClientStore.share:
         raise MisconfigurationException(

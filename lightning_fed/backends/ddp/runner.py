@@ -160,7 +160,7 @@ class RankRunner(ClientRunner):
 
 
 class RankSide(RemoteServerSide):
-    """Replaces the server in a client's training process."""
+    """Stands in for the server in a training process. Delays writing a file until the other processes have read it."""
 
     def start(self, fit: FederatedFit) -> None:
         strategy = fit.trainer.strategy
@@ -181,7 +181,7 @@ class _ReadStore(FolderStore):
 
 
 def answer_visit(arguments: tuple[Any, ...]) -> Any:
-    """Builds the runner of one training process. Returns the function that trains the client."""
+    """Creates a :class:`RankRunner` in a training process. Returns the function that trains with this runner."""
     return partial(_answer_visit, RankRunner(*arguments))
 
 

@@ -33,23 +33,21 @@ def client_app(
     """Client side as a Flower app, for the machine with the data.
 
     Each local training is a fit with an ordinary ``L.Trainer``. Client state, such as personal layers, stays in
-    ``store``, and the server cannot request it.
-
-    The machine serves all clients in ``data``. In a Flower simulation, the node with ``partition-id`` serves every
-    ``num-partitions``-th client.
+    ``store``, and the server cannot request it. The machine serves all clients in ``data``. In a Flower simulation, the
+    node with ``partition-id`` serves every ``num-partitions``-th client.
 
     Args:
         federation: The federation, with the same arguments as on the server.
         model: The LightningModule, or a function that builds the module (called with the federation's seed set).
         data: Mapping from client to data, or a ``FederatedDataModule``; with a ``partition`` in the federation, a plain
-            datamodule. A function may return one of these for the node configuration.
+            datamodule. Or a function that receives Flower's node configuration, and returns one of these.
         trainer: Arguments for ``L.Trainer``. With several ``devices``, a client trains with DDP.
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in Flower's folder (``FLWR_HOME``).
         bounds: Limits for work requested by the server; unlimited by default.
-        policy: File with the site policy (:mod:`lightning_fed.backends.site`), by default ``site_policy.toml`` in
-            ``store``. If a given file is missing, no answer is sent. If ``store`` never had a policy, all answers
-            are sent.
+        policy: File with rules for all answers to the server (:mod:`lightning_fed.backends.site`). If a given file is
+            missing, no answer is sent. The default is ``site_policy.toml`` in ``store``. If the default file never
+            existed, all answers are sent.
 
     Raises:
         ValueError: If ``trainer`` has an argument reserved for the server.

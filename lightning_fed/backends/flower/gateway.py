@@ -1,10 +1,8 @@
 """Gateway: the server's only port for other machines. Forwards calls from registered SuperNodes, and no other calls.
 
 Flower's SuperLink serves all APIs on one port, and does not check who starts and stops runs or registers nodes.
-Therefore the SuperLink listens on the loopback address, behind the gateway.
-
-A new connection has ten seconds to make a call signed by a registered node. The number of connections without such a
-call is limited.
+Therefore the SuperLink listens on the loopback address, behind the gateway. A new connection has ten seconds to make a
+call signed by a registered node. The number of connections without such a call is limited.
 """
 
 from __future__ import annotations
@@ -155,7 +153,7 @@ class Listener(socket.socket):
 
 
 def watch(connection: Connection) -> None:
-    """Registers a stranger (see :class:`Listener`). Closes the connection if still a stranger after ten seconds."""
+    """Registers an unauthenticated connection. Closes the connection if still unauthenticated after ten seconds."""
     Listener.strangers[connection.peer] = connection
     asyncio.get_running_loop().call_later(_STRANGER_SECONDS, _end, connection)
 

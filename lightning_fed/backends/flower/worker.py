@@ -1,4 +1,4 @@
-"""Worker: a client process for many short-lived Flower processes. Builds model and data once."""
+"""Worker: a long-running process with a client's model and data. Flower's short-lived processes call the worker."""
 
 from __future__ import annotations
 

@@ -138,8 +138,8 @@ def replay_round(
 ) -> tuple[State, State]:
     """Repeats a stored round's aggregation without the clients in ``without``.
 
-    Returns the stored and the new model. ``federation`` must have the stored run's update steps. Another aggregation
-    rule starts without state. Rounds with a secure sum or noise cannot be repeated.
+    Returns the stored and the new model. ``federation`` must have the run's update steps. If the method differs, the
+    run's server state (such as momentum) is not loaded. Rounds with a secure sum or noise cannot be repeated.
     """
     content, updates = load_round(folder, round)
     chain = federation.server.chain

@@ -37,14 +37,14 @@ class FederationExecutor(Executor):  # type: ignore[misc]
         federation: The federation, with the same arguments as on the server.
         model: The LightningModule, or a function that builds the module (called with the federation's seed set).
         data: Mapping from client to data, or a ``FederatedDataModule``; with a ``partition`` in the federation, a plain
-            datamodule. A function may return one of these for the site configuration (``{"site": name}``).
+            datamodule. Or a function that receives the site's name, as ``{"site": name}``, and returns one of these.
         trainer: Arguments for ``L.Trainer``. With several ``devices``, a client trains with DDP.
         callbacks: Additional callbacks.
         store: Folder for client state, shared by all jobs; by default ``lightning-fed`` in the site's workspace.
         bounds: Limits for work requested by the server; unlimited by default.
-        policy: File with the site policy (:mod:`lightning_fed.backends.site`), by default ``site_policy.toml`` in
-            ``store``. If a given file is missing, no answer is sent. If ``store`` never had a policy, all answers
-            are sent.
+        policy: File with rules for all answers to the server (:mod:`lightning_fed.backends.site`). If a given file is
+            missing, no answer is sent. The default is ``site_policy.toml`` in ``store``. If the default file never
+            existed, all answers are sent.
 
     Example:
         >>> import torch

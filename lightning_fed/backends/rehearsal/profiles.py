@@ -63,7 +63,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Sites:
-    """Profiles by machine. The server waits ``patience`` seconds for sites to connect."""
+    """Speed, network and faults of simulated machines. The server waits ``patience`` seconds for sites to connect."""
 
     server: Profile
     sites: Mapping[Client, Profile]

@@ -34,7 +34,7 @@ def suggest_deadline(plan: Plan, outcomes: Sequence[Outcome]) -> str:
     """Suggests arguments for :class:`Deadline` from the answer times in simulated fits.
 
     ``seconds`` is 1.2 times the 99 % quantile of the answer times. In 95 % of the rounds, at least ``min_clients``
-    valid updates arrived. ``rest`` is the difference between the 95 % quantile and the median.
+    valid updates arrived. ``rest`` is the time limit after ``min_clients`` answers: the 95 % quantile minus the median.
     """
     times = [seconds for outcome in outcomes for seconds in outcome.answer_seconds]
     if not times:

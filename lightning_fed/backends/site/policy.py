@@ -81,7 +81,7 @@ class Order:
 
     ``answer`` is the kind of the requested answer, and ``text`` the message without signature. ``client`` is ``None``
     if the server asks for the clients' names. ``sum_size`` is the number of clients in a secure sum, if known.
-    ``stage`` names the step of the secure sum. ``head`` identifies the last line in the site's log known to the server.
+    ``stage`` is the sum's step. ``head``: number and digest of the last log line that the site reported to the server.
     """
 
     answer: str
@@ -221,8 +221,8 @@ class SitePolicy:
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
         """Checks a client's answer before sending. Raises ``Refusal`` if forbidden.
 
-        ``answer`` is the requested kind, such as ``"update"``, and ``text`` the JSON message. Returns, for each policy
-        rule, the patterns that allowed names. Also returns all tensor names and metric names in the answer.
+        ``answer`` is the requested kind, such as ``"update"``, and ``text`` the JSON message. Returns a dictionary with
+        the matched patterns of each policy rule, and a list of all tensor names and metric names in the answer.
         """
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]

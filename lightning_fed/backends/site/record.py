@@ -3,7 +3,7 @@
 Each line is ``DIGEST JSON``. ``DIGEST`` is the SHA-256 of the previous line's digest, a space and the JSON. The chain
 reveals changed, removed, added and moved lines. A second file contains the head: number and digest of the last line.
 The server receives the head with each update, and returns the head with the next train request. A record that
-contradicts the head is an error. The first line of a new record continues the archived record.
+contradicts the head is an error. After archiving, the new record's first line contains the old record's head.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Line:
 def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Iterator[Line]:
     """Reads and verifies lines of a site's message log.
 
-    By default reads all lines, otherwise the lines after line ``number`` with the digest ``head``. After a crash, the
-    log may contain truncated lines. The next complete line then contains their digest as ``"torn"``.
+    ``file`` is the complete log, or only the part after line ``number``. ``head`` is the digest of line ``number``.
+    A crash may leave truncated lines. The next complete line contains their SHA-256 digest under the key ``"torn"``.
 
     Example:
         >>> first = write_line(START, {"round": 0})
@@ -172,7 +172,7 @@ class Record:
         return self.last
 
     def has_line(self, number: int, digest: str) -> bool:
-        """True if the log contains a line with this number and digest. Always true for a line in an archived log."""
+        """True if the log contains this line, or starts at a later line. Lines in an archived log are not checked."""
         return number < next(iter(self._digests), 1) or self._digests.get(number) == digest
 
     def _read_head(self) -> tuple[int, str]:

@@ -70,7 +70,7 @@ def is_signed(kind: str, text: str, data: bytes, signature: str, key: Ed25519Pub
 
 
 def digest_order(kind: str, text: str, data: bytes, signature: str) -> str:
-    """Hashes a server's message and the expiry time, the first part of ``signature``."""
+    """Hashes a server's message and the expiry time. The expiry time is the first part of ``signature``."""
     return hashlib.sha256(_signed(kind, signature.partition(":")[0], text, data)).hexdigest()
 
 

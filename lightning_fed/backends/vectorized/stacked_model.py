@@ -257,7 +257,7 @@ def empty_stack(value: Tensor, size: int) -> Tensor:
 
 
 def stack_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
-    """Replaces each parameter by one stacked copy per client. Also copies the optimizer states."""
+    """Sets each parameter's data to a stacked tensor in ``values`` (first axis: clients). Repeats optimizer states."""
     for parameter, value in zip(parameters, values, strict=True):
         for optimizer in optimizers:
             state = optimizer.state.get(parameter, {})

@@ -78,18 +78,18 @@ class TrainRequest:
     Args:
         run: Name of the fit.
         visit: The local training to execute.
-        kept: Round of the client's stored state to start from; -1 without stored state.
-        needed: The client may delete stored states from before this round, except the newest.
+        kept: Round in which the client stored the state to start from; -1 without stored state.
+        needed: Round number. From earlier rounds, the client keeps only the newest state. 0 keeps all states.
         seed: Seed for the construction of the model.
         frozen: Hash of the frozen model tensors, to compare with the client's frozen tensors.
         hyperparameters: Optimizer options, and initial states of per-step schedulers and loss scaler.
         asked: Hash of the client's request for parameter rows; empty without a request.
-        held: Hash of the model tensors that the client has stored and this message omits; may be empty.
+        held: Hash of the model tensors omitted from this message, because the client stores these; may be empty.
         keeps: Whether the client must store this message's model tensors for later messages.
         peers: Clients in the secure sum, including this client; ``None`` without a secure sum.
-        head: Number and digest of the last known line in the site's message log; ``None`` if unknown.
-        start: Number of this server start. Later starts have larger numbers.
-        question: Question from a server callback, instead of training; otherwise ``None``.
+        head: Number and digest of the last log line that the site has reported to the server; ``None`` without a line.
+        start: Number that grows with each start of the server. Clients refuse requests from earlier starts.
+        question: Question from a callback on the server. The client answers instead of training. ``None`` for training.
     """
 
     run: str
@@ -327,7 +327,7 @@ def _check_train_request(train_request: TrainRequest) -> None:
 
 
 def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") -> str | None:
-    """Describes the first learning rate (name with ``lr``) outside the allowed range, or returns ``None``.
+    """Describes the first learning rate out of range, or returns ``None``. Checks numbers with ``lr`` in their name.
 
     Example:
         >>> find_bad_rate({"groups": [[{"lr": 0.1, "momentum": 0.9}]], "schedulers": [{"base_lrs": [-1.0]}]})

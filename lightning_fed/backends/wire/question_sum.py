@@ -42,8 +42,8 @@ def ask_sum(
     """Asks clients a question, and computes a secure sum over the answers.
 
     ``visits`` name the clients to ask. After the key exchange, ``ask(visits, clients)`` sends the question to the
-    clients with valid keys, and yields the masked answers. Yields (client, reason) for each missing client. If enough
-    clients answer, the last item is the sum, a ``ClientUpdate`` with the summed clients in ``members``.
+    clients with valid keys, and yields the masked answers. :func:`ask_sum` yields (client, reason) for each missing
+    client, and finally ``("sum", total)`` if enough clients answer. ``total.members`` lists the summed clients.
     """
     step = next(step for step in server.chain.steps if isinstance(step, SecureSum))
     server.report.round, server.report.failed = _ROUND, {}  # overwrites the last round's report
@@ -66,7 +66,10 @@ def ask_sum(
 
 
 def mask_answer(answer: ClientUpdate, train_request: TrainRequest, sum_of: Callable[[str], ClientSum]) -> None:
-    """Masks the tensor in a client's answer in place. Raises ``ClientFault`` if other values would be sent unmasked."""
+    """Masks the tensor in a client's answer in place. ``sum_of(name)`` returns the client's side of a secure sum.
+
+    Raises ``ClientFault`` if the answer also has metrics, or if the server requests an answer without masks.
+    """
     peers = train_request.peers
     if answer.metrics or (answer.extras and peers is None):
         raise ClientFault(NOT_MASKED)

@@ -1,4 +1,4 @@
-"""The latest round with stored client state, for each remote client."""
+"""Server's record of the rounds in which remote clients stored state. The states stay on the clients."""
 
 from __future__ import annotations
 

@@ -49,16 +49,14 @@ NOT_SUMMED = "the server has a secure sum, but the client's federation has none"
 class ClientSum:
     """Client side of the secure sums in a run.
 
-    A client has two secrets: the seed of a private mask, and a secret for the masks shared with the other clients. The
-    client publishes public keys, sends shares of both secrets to the other clients, and decrypts the received shares.
-    Then the client masks the update. Finally the client releases shares to the server. For each other client, this is
-    a share of one secret, never of both. A file stores the values for the next step, and each step deletes the previous
-    file.
+    A client has two secrets: the seed of a private mask, and a secret for the masks in common with other clients. Every
+    client publishes public keys, splits both secrets into pieces, and sends each other client one piece of each secret,
+    encrypted. Then the client masks the update. Finally the client sends the server one piece for each client: a piece
+    of the seed if that client is in the sum, otherwise a piece of the second secret. The client never sends both.
 
-    A sum can restart with new keys. The client then releases shares again only for the same set of clients, because the
-    difference between two sums could reveal an update.
-
-    ``share`` is the fraction of clients required to unmask a sum, more than one half.
+    A file stores the values for the next step, and each step deletes the previous file. A sum can restart with new
+    keys. The client then unmasks again only for the same set of clients, because the difference between two sums could
+    reveal an update. ``share`` is the fraction of clients required to unmask a sum, more than one half.
     """
 
     def __init__(self, folder: Path, run: str, client: Client, share: float, min_clients: int) -> None:
@@ -196,8 +194,8 @@ class ClientSum:
 def maskable(update: ClientUpdate, sent: State) -> State:
     """Returns the tensors in an update that the client must mask, by name. ``sent`` is the received model.
 
-    Raises ``ClientFault`` if the update contains values that masks do not cover: metrics, or changed tensors
-    with a dtype other than int32.
+    Excludes tensors equal to the received model. Raises ``ClientFault`` if the update has metrics, or if a tensor to
+    mask has a dtype other than int32.
     """
     numbers = dict(update.extras)
     for name, value in update.state.items():

@@ -10,8 +10,8 @@ Vectors contain integers modulo 2^32. Client u masks vector x_u by
 with a pseudo-random generator PRG, a private seed b_u and a pairwise seed s_uv = s_vu. Pairwise masks cancel in the
 sum: one client adds the mask, the other client subtracts the mask. Every client has two secrets: b_u, and a secret from
 which all s_uv derive. Both are split into shares for all clients, and any ``least`` clients can restore either secret.
-If client u is in the sum, b_u is restored; if u is lost, the other secret. Restoring both would reveal x_u, and is
-refused.
+If client u is in the sum, the server restores b_u. If client u is lost, the server restores the secret for s_uv.
+Restoring both would reveal x_u, and is refused.
 """
 
 from __future__ import annotations

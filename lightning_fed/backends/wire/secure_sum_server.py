@@ -31,8 +31,8 @@ class ServerSum:
     """Server side of the secure sum for one round.
 
     ``distrusted`` are clients excluded from later sums (until the server restarts), because their shares were
-    unreadable or wrong.
-    ``peers`` contains the public keys of the clients in the sum. Messages list the clients in the order of ``peers``.
+    unreadable or wrong. ``peers`` maps the clients in the sum to public keys. After the key exchange, all messages
+    must list the clients in the order of ``peers``.
     """
 
     def __init__(

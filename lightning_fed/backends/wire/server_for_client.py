@@ -1,4 +1,4 @@
-"""Replacement for the remote server in a client's Trainer."""
+"""Stand-ins for the server in a client's Trainer. The real server runs on another machine."""
 
 from __future__ import annotations
 
