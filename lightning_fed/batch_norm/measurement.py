@@ -1,7 +1,7 @@
-"""Measurement of BatchNorm's running statistics on clients, and pooling on the server.
+"""Measures BatchNorm statistics on the clients, and pools the statistics on the server.
 
-Averages of the clients' running statistics fit no model: a client collects running statistics over few batches, while
-the weights change.
+The average of the clients' running statistics would not fit the new global model. Clients collect running statistics
+during local training, from few batches and with changing weights.
 """
 
 from __future__ import annotations

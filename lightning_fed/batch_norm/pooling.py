@@ -51,7 +51,7 @@ class InputStatistics:
                 handle.remove()
 
     def as_extras(self) -> State:
-        """Returns for each layer mean and biased variance, shape ``(channels,)``, and the number of averaged values."""
+        """Returns mean and biased variance of each layer's inputs, shape ``(channels,)``, and the number of values."""
         extras: State = {}
         for name, (count, total, squares) in self._sums.items():
             mean = total / count
@@ -104,9 +104,9 @@ def limit_counts(
 ) -> list[State]:
     """Limits the weights of clients in pooled statistics, because a client may report false numbers.
 
-    In each layer, client k's new weight is ``c * counted[k]``, at least 1. The factor c is the same for all clients:
-    ``c = m * min(reported[k] / counted[k])``. Here m is the median over clients of ``count / reported[k]``, the number
-    of values per example.
+    The weight is a report's ``count``. In each layer, client k's new count is ``c * counted[k]``, at least 1, with the
+    same c for all clients. Let m be the clients' median of ``count / reported[k]``, the number of values per example.
+    Then ``c = m * min(reported[k] / counted[k])``, so that no new count exceeds ``m * reported[k]``.
 
     Args:
         reports: Client statistics from :meth:`InputStatistics.as_extras`, including ``count``, the number of values.
@@ -167,9 +167,9 @@ def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malic
               \frac{1}{C} \sum_c \frac{\sum_k n_k (\sigma_{kc}^2 - \bar{\sigma_c^2})^2}{\sum_k n_k \sigma_{kc}^4}.
 
     Client k has :math:`n_k` values with mean :math:`\mu_{kc}` and variance :math:`\sigma_{kc}^2` in channel c. Averages
-    over clients, weighted by :math:`n_k`, are :math:`\mu_c` and :math:`\bar{\sigma_c^2}`. The second numerator is
-    reduced by the expected noise: a variance estimated from n values with kurtosis :math:`\kappa` has variance
-    :math:`(\kappa - 1) \sigma^4 / n`, and :math:`\kappa = 150` is assumed. With f malicious clients, all clients count
+    over clients, weighted by :math:`n_k`, are :math:`\mu_c` and :math:`\bar{\sigma_c^2}`. A variance estimated from n
+    values has a random error with variance :math:`(\kappa - 1) \sigma^4 / n`. This expected error is subtracted from
+    the second numerator. The kurtosis :math:`\kappa` is assumed to be 150. With f malicious clients, all clients count
     equally, and each channel's f smallest and f largest means and variances are excluded.
 
     Returns ``None`` for a single client, or if no channel has variance.

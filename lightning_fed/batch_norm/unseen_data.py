@@ -45,8 +45,8 @@ class DataStatistics(UnseenStatistics):
 class UnseenData(RevertingCallback, FederatedCallback):
     """Evaluates with BatchNorm statistics of the evaluation data.
 
-    The statistics are from each batch or from a whole dataloader, and replace missing running statistics. For example,
-    the global model has none if clients have separate statistics. Frozen layers keep running statistics.
+    If each client has separate statistics, the global model has no valid running statistics. BatchNorm layers then
+    use the statistics of each batch or of a whole dataloader. Frozen layers keep the running statistics.
     """
 
     def __init__(self, find_fit: Callable[[], FederatedFit]) -> None:

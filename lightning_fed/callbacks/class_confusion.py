@@ -64,8 +64,8 @@ class OwnClassConfusion(PeriodicPictures):
     Args:
         clients: The clients, or the number n for the first n clients.
         every_n_epochs: Rounds between two pictures.
-        class_names: Class names, starting with class 0; without ``target`` by default ``class_names`` or ``classes`` of
-            the module or the datamodule.
+        class_names: Class names, starting with class 0. By default the attribute ``class_names`` or ``classes`` of the
+            module or datamodule. If ``target`` is given, the default is class numbers.
         target: Index, key or function for the labels in a batch; by default the labels used in the loss. Negative and
             ignored labels are skipped.
         inputs: Index, key or function for the inputs in a batch; by default the first element, or ``batch["image"]``.

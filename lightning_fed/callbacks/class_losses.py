@@ -36,10 +36,10 @@ _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 
 @dataclass(frozen=True)
 class _Scores:
-    """Origin of a tensor with class scores.
+    """Describes how a tensor of class scores was computed.
 
-    ``layer`` computes the scores from the batch tensors with the indices ``inputs``. The loss ignores the labels in
-    ``voids``, because the training step masks positions with these labels.
+    The layer with path ``layer`` computed the scores from the batch tensors with indices ``inputs``. The training step
+    masks all positions with a label in ``voids``, so the loss ignores these labels.
     """
 
     layer: str
@@ -51,10 +51,10 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Origin of a tensor computed from labels, such as one-hot vectors or a mask ``labels == 0``.
+    """Describes how a tensor, such as one-hot vectors or a mask ``labels == 0``, was computed from labels.
 
-    ``fills`` contains replaced labels as pairs (old, new): (255, 0) for ``labels.masked_fill(labels == 255, 0)``. The
-    old label is ``None`` if several or unknown labels are replaced.
+    ``fills`` lists labels replaced before the loss, as pairs (old, new): ``labels.masked_fill(labels == 255, 0)`` gives
+    (255, 0). The old label is ``None`` if several or unknown labels are replaced.
     """
 
     leaves: frozenset[int]
@@ -70,10 +70,10 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Origin of a tensor in a training step.
+    """Describes how a tensor was computed in a training step.
 
-    The tensor was computed from the batch tensors with indices ``leaves``, and the losses with indices ``losses``. For
-    an elementwise product of probabilities and labels, ``product`` is the index of the loss that sums the product.
+    Batch tensors with indices ``leaves`` and losses with indices ``losses`` were used. A loss such as Dice sums a
+    product of probabilities and labels. For this product, ``product`` is the loss's index.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -107,11 +107,11 @@ class ClassLoss:
 
 @dataclass
 class ClassLosses:
-    """Finds the classification losses in a training step, and the layers with the class scores.
+    """Finds a training step's classification losses, and the layers with the class scores.
 
-    Classification losses are cross-entropies, binary cross-entropies, and negative log-likelihoods, also with
-    ``gather``. Dice and focal losses are also found, as sums over products (or differences) of probabilities and
-    zero-one labels. Between layer and loss only simple operations are allowed, such as softmax, masks and means.
+    The search finds cross-entropies, binary cross-entropies and negative log-likelihoods, also if computed by
+    ``gather``. Dice and focal losses are found as sums over p * y or p - y, for probabilities p and labels y in {0, 1}.
+    Between layer and loss only simple operations are allowed, such as softmax, masks and means.
 
     Example:
         >>> head, inputs, labels = nn.Linear(2, 3), torch.ones(4, 2), torch.tensor([0, 1, 2, 0])

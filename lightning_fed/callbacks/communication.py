@@ -63,12 +63,12 @@ class CommunicationReport(FederatedCallback):
     would send all parameters and buffers. Messages outside training, for example for BatchNorm statistics, appear only
     in ``comm/down_bytes`` and ``comm/up_bytes``.
 
-    Every round, the callback logs the bytes divided by the bytes of federated averaging, as ``comm/down_share`` and
-    ``comm/up_share``. :meth:`table` shows means over clients and rounds. :attr:`rows` and :meth:`to_csv` contain single
-    rounds.
+    Every round, the callback logs ``comm/down_share`` and ``comm/up_share``: bytes divided by the bytes of federated
+    averaging. :meth:`table` shows means over clients and rounds, :attr:`rows` and :meth:`to_csv` single rounds.
 
-    Checkpoints contain ``rows`` (the fields of :class:`Traffic` per round, client and part). Early rounds have only
-    sums over clients: for these rounds, ``visits`` contains the numbers of trained clients and received updates.
+    Checkpoints contain ``rows``, the fields of :class:`Traffic` by round, client and part. Rounds before the last
+    ``client_rounds`` have only sums over clients. For these rounds, ``visits`` contains the numbers of contacted
+    clients and received updates.
 
     Args:
         parts: Prefixes of parameter and buffer names, one per part, such as ``["model.head"]``. Other tensors form the
@@ -178,7 +178,7 @@ class CommunicationReport(FederatedCallback):
         return [row for traffic in self._visits.values() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
-        """Mean traffic per client and round: for each part, then in total. Empty before training."""
+        """Mean traffic per client and round: an entry for each submodule, then the total. Empty before training."""
         if not self._visits:
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])

@@ -39,10 +39,10 @@ def training_batch(federation: Federation, client: Client | None = None, index: 
 
 
 def forward_inputs(module: nn.Module, batch: Any, inputs: BatchKey = None) -> Any:
-    """Extracts arguments for the module's ``forward`` from a batch, with two examples if possible.
+    """Extracts arguments for the module's ``forward`` from a batch.
 
     The inputs come from :func:`~lightning_fed.features.batches.find_inputs`, or from the values of a dictionary batch
-    with the argument names of ``forward``. Otherwise the whole batch is returned.
+    with the argument names of ``forward``. Tensors are cut to two examples. Other inputs stay whole, in a tuple.
     """
     parameters = inspect.signature(module.forward).parameters
     is_positional = any(parameter.kind in _POSITIONAL for parameter in parameters.values())

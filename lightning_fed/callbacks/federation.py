@@ -97,10 +97,10 @@ class Federation(TrainerCallback):
         faults: Limits on failures of clients (:class:`~lightning_fed.Faults`).
         store: Storage for client state between rounds: a folder (for many clients), a
             :class:`~lightning_fed.client.client_store.ClientStore`, or by default memory.
-        visits: Loop for local training. All loops have equal results. ``"lightning"``: Lightning's loop. ``"fused"``: a
-            faster loop that skips unused hooks. ``"auto"``: fused if possible. :class:`~lightning_fed.Vectorized`:
-            several clients at once. ``"fastest"``: the number of clients at once from benchmarks, by model, cohort and
-            device.
+        visits: Loop for local training. All loops have equal results, up to rounding. ``"lightning"``: Lightning's
+            loop. ``"fused"``: a faster loop that skips unused hooks. ``"auto"``: fused if possible.
+            :class:`~lightning_fed.Vectorized`: several clients at once. ``"fastest"``: one or several clients at
+            once. Benchmarks give the number for the model size, the device and the number of clients per round.
         steps: Steps between local training and the new global model, such as clipping (:mod:`lightning_fed.steps`), in
             order of execution on the client. The method's steps run first on the client. The objects are copied.
         seed: Seed for the partition and the choice of clients; by default the seed from ``seed_everything``, or 0.
@@ -363,7 +363,7 @@ class Federation(TrainerCallback):
 
     @property
     def state_key(self) -> str:
-        """Key of the federation's state in checkpoints. Options may change on resuming."""
+        """Key of the federation's state in checkpoints. The key is constant, so most options can change on resuming."""
         return "Federation"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -576,10 +576,10 @@ class Federation(TrainerCallback):
         return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
-        """Returns the highest step number of a per-step learning-rate scheduler in ``rounds`` rounds.
+        """Counts the steps of a per-step learning-rate scheduler in ``rounds`` rounds.
 
-        A round advances the scheduler by the median number of steps in a client's training. ``window`` is the number of
-        batches per step.
+        A round advances the scheduler by the median number of steps in a client's training. The result is the highest
+        step number in any client's training. ``window`` is the number of batches per step.
         """
         self.find_population()
         return count_scheduler_steps(self._fit, rounds, window)

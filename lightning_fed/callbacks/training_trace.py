@@ -65,8 +65,8 @@ class TrainingTrace(NamedTuple):
 class ClassTask:
     """Classification task of a module, found in a trial run of ``training_step``.
 
-    ``layer`` is the classifier's path. ``target`` is a function from a batch to its labels, if possible. With
-    ``is_multilabel``, an example can have several classes.
+    ``layer`` is the classifier's path. ``target`` reads the labels from a batch; ``None`` if the labels are not one
+    tensor in the batch. With ``is_multilabel``, an example can have several classes.
     """
 
     layer: str

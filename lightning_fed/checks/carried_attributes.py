@@ -67,16 +67,16 @@ _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 class CarriedAttributes:
     """Finds attributes through which one client's training affects the next client's training.
 
-    The search covers the module, the callbacks, the optimizers and the per-step schedulers. Reports are about:
+    The search covers the module, the callbacks, the optimizers and the per-step schedulers. Reports name:
 
-    - attributes changed in one client's training, and read before a write in a later client's training;
-    - class attributes, variables in closures of methods, and global numbers, changed in two clients' training;
-    - metrics with a result from several clients' updates.
+    - attributes changed by one client's training, if a later client's training reads the new value;
+    - class attributes, variables in closures of methods, and global numbers, if training changes the values;
+    - metrics, if ``compute`` covers calls to ``update`` from several clients.
 
     Other global variables and objects nested deeper than five levels are not searched.
 
-    A report is usually a warning. The report is an error if an attribute of an optimizer, a scheduler or a training
-    callback changes in two clients' training. A training callback changes parameters, gradients or optimizer options.
+    A report is usually a warning, but an error if two clients' training changes an attribute of an optimizer, scheduler
+    or training callback. A training callback changes parameters, gradients or optimizer options.
 
     Args:
         module: The module.
@@ -121,7 +121,7 @@ class CarriedAttributes:
         self._watch()
 
     def start_visit(self) -> None:
-        """Starts the search in one client's training, with empty states of optimizers in attributes."""
+        """Starts the search in a client's training. Clears the states of optimizers stored in attributes."""
         self._clear_optimizers()
         self._num_visits += 1
         self._is_seen.clear()

@@ -59,8 +59,8 @@ class CentralDP(UpdateStep):
         \mathcal{N}(0, z_\Delta^2 C^2 I) \right)
 
     :math:`w_t` is the model in round t, and :math:`u_i` a client's update. Each of the N clients is drawn with
-    probability q, and all have equal weight. :math:`z_\Delta` is the ``noise_multiplier`` z, or with ``adaptive`` a
-    larger number. The equations are for ``"poisson"`` sampling.
+    probability q, and all have equal weight. Without ``adaptive``, :math:`z_\Delta` is the ``noise_multiplier`` z. The
+    equations are for ``"poisson"`` sampling.
 
     With ``adaptive`` the clipping norm C changes until a fraction :math:`\gamma` (``quantile``) of updates is not
     clipped:
@@ -72,11 +72,11 @@ class CentralDP(UpdateStep):
 
     :math:`\tilde b` is the fraction of unclipped updates plus noise. The bracket is 1 for an unclipped update, else 0.
     The noise's standard deviation :math:`\sigma_b` is the class attribute ``count_noise`` times :math:`q N`. The
-    fraction also reveals information, so the sum has more noise.
+    fraction also reveals information, so the sum has more noise: :math:`z_\Delta` is larger than z.
 
     A small epsilon requires many clients: with all of 12 clients in each of 50 rounds and z = 1, epsilon is 44.4 at
-    :math:`\delta = 0.01`. The aggregation rule must be ``fedavg``. Methods whose clients only send the model, such as
-    ``fedprox`` and ``fedbn``, are supported. Earlier update steps may be server optimizers.
+    :math:`\delta = 0.01`. The aggregation rule must be ``fedavg``, and clients may only send the model. For example,
+    ``fedprox``, ``fedbn`` and server optimizers (``fedadam``) are supported.
 
     Args:
         clip: Clipping norm C of an update over all shared parameters; with ``adaptive``, the initial norm.
@@ -182,13 +182,14 @@ class CentralDP(UpdateStep):
 
     @property
     def sensitivity(self) -> float:
-        """Largest change of the sum by one client, in clipping norms: 1 if added (Poisson), 2 if replaced (fixed)."""
+        """Largest change of the sum by one client, divided by ``clip``: 1 for Poisson sampling, 2 for fixed."""
         assert self.budget is not None
+        # Poisson sampling adds or removes one client. Fixed sampling replaces one client.
         return 1.0 if self.budget.sampling == "poisson" else 2.0
 
     @property
     def step_noise(self) -> float:
-        """Noise multiplier for the sum. With ``adaptive`` larger, because the noised count also costs epsilon."""
+        """Noise multiplier for the sum; larger with ``adaptive``, because counting unclipped updates costs epsilon."""
         assert self.budget is not None
         z = self.budget.noise_multiplier
         if not self.adaptive:
@@ -238,7 +239,7 @@ class CentralDP(UpdateStep):
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Clips a client's update, and removes the number of examples, metrics, and changes to untrained entries."""
+        """Clips a client's update. Resets untrained entries, and removes metrics and the number of examples."""
         clip = float(sent.extras[CLIP])
         if clip != self.clip and not self.adaptive:
             raise ClientFault(f"the client's federation has clip={self.clip:g}, but the server has clip={clip:g}")
@@ -302,7 +303,7 @@ class CentralDP(UpdateStep):
         self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
 
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
-        """Draws float64 noise for the entry ``name``. The empty name stands for the count of unclipped updates."""
+        """Draws float64 noise for the entry ``name``. An empty name means the number of unclipped updates."""
         assert self.key is not None
         # A round repeated after a crash has the same noise, because other noise would reveal more about the sum.
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
@@ -336,7 +337,7 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a client's clipped update. A secure sum's mean over n clients counts n times."""
+        """Adds a client's clipped update, or n times the mean update of n clients from a secure sum."""
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(

@@ -100,20 +100,19 @@ class DPSGD(RevertingCallback, FederatedCallback):
     The module's optimizer uses :math:`\tilde g` as gradient. In segmentation an example is an image. The loss must be a
     mean over examples. Install the required packages with ``pip install 'lightning-fed[privacy]'``.
 
-    In a federation, epsilon bounds the information about each example in a client's updates, also for the server.
-    Clients may only send values derived from noised steps, so other methods are refused. **The number of examples is
-    not protected**, nor are values logged in ``training_step``.
+    In a federation, epsilon limits how much a client's updates reveal about each example, even to the server. Clients
+    may only send values computed from the noised gradients. Methods that send other values are refused. **The number of
+    examples is not protected**, nor are values logged in ``training_step``.
 
     On Flower, each client computes and logs epsilon over all fits. The numbers of steps are kept in the client's
-    ``store``. A client whose epsilon has reached ``max_epsilon`` reports a failure.
+    ``store``. A client reports a failure if the next training would exceed ``max_epsilon``.
 
     Args:
         max_grad_norm: Clipping norm C of an example's gradient over all trained parameters.
         noise_multiplier: Noise multiplier z: the noise's standard deviation divided by C; 0 for no privacy.
-        delta: Probability :math:`\delta` that the privacy loss exceeds epsilon, less than one over a client's number of
-            examples.
-        max_epsilon: The fit stops before epsilon could exceed this value. By default, ``epsilon``. A client is excluded
-            if the first local training would exceed this value.
+        delta: Probability :math:`\delta` that the privacy loss exceeds epsilon. Choose less than :math:`1 / n`.
+        max_epsilon: Limit for epsilon; by default ``epsilon`` if given, else none. The fit stops before epsilon could
+            exceed the limit. A client is excluded from a round if the training in this round would exceed the limit.
         accountant: Method for computing epsilon: ``"rdp"`` is fast, ``"pld"`` is tighter and takes seconds.
         key_for_tests: Noise key, only for tests; by default, a secret key is drawn.
         epsilon: Epsilon after all epochs, from which the noise is computed; alternative to ``noise_multiplier``. Not
@@ -580,7 +579,7 @@ class _Visit:
         self.was_checked = self.has_step = False
 
     def watch(self, module: L.LightningModule, optimized: set[int]) -> None:
-        """Starts recording gradients of the parameters with ids in ``optimized``, and copies all other tensors."""
+        """Records gradients of parameters with ids in ``optimized``. Copies other tensors, to detect changes."""
         self.trained = {
             path: value
             for path, value in tensors_by_path(module).items()

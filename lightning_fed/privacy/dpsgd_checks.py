@@ -70,7 +70,7 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
 
 
 def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedCallback) -> None:
-    """Refuses simultaneous training, `CentralDP`, and other callbacks if these may send values without noise."""
+    """Refuses simultaneous training, `CentralDP`, and callbacks able to send values without noise."""
     if federation.options.visits_at_once is not None:
         raise MisconfigurationException(
             f"`DPSGD` needs clients to train one after another, but got visits={federation.options.visits}."

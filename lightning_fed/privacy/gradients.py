@@ -1,4 +1,4 @@
-"""Norms and weighted sums of per-example gradients, the clipped sum, and a numerical check.
+"""Per-example gradients: norms, weighted sums, the clipped sum, and a comparison with gradients of single examples.
 
 Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1. https://arxiv.org/abs/1607.00133
 """
@@ -265,10 +265,10 @@ def clipped_sum(
 
 
 def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gradients: ExampleGradients) -> None:
-    """Raises an error if per-example gradients differ from the gradients of single examples.
+    """Raises an error if an example has different gradients in a batch and alone.
 
-    They differ if the loss is not a mean over examples, or if a layer is used in an unsupported way. The first two
-    examples are compared, without dropout. If ``training_step`` draws other random numbers, the check is skipped.
+    The gradients differ if the loss is not a mean over examples, or if a layer is used in an unsupported way. The first
+    two examples are tested, without dropout. If the gradients depend on random numbers, no error is raised.
     """
     count = min(batch_length(batch), _TRIED)
     if count < 2:

@@ -60,7 +60,7 @@ def decode(words: Tensor) -> list[float]:
 
 
 def to_numbers(words: Tensor | bytes) -> Numbers:
-    """Reads eight int32 words, or 32 bytes, per number as integers from -2^255 to 2^255 - 1."""
+    """Reads integers from -2^255 to 2^255 - 1. Each integer has eight int32 words, or 32 bytes."""
     data = words if isinstance(words, bytes) else words.contiguous().numpy().astype("<i4").tobytes()
     parts = [data[start : start + BYTES] for start in range(0, len(data), BYTES)]
     return np.array([int.from_bytes(part, "little", signed=True) for part in parts], dtype=object)

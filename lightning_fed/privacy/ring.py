@@ -72,14 +72,14 @@ class Ring:
         return ((_SIZE // 2 - 1) / self.clients - 1) / (self.max_weight * self.clip)
 
     def extras(self) -> State:
-        """Encoding parameters to send to all clients."""
+        """Returns the parameters of the encoding, to be sent to all clients."""
         return {
             CLIENTS: torch.tensor(self.clients, dtype=torch.int32),
             SCALE: torch.tensor(self.scale, dtype=torch.float64),
         }
 
     def longest(self, size: int) -> float:
-        """Largest norm of an update with ``size`` numbers, so that the norm after rounding is at most ``clip``."""
+        """Maximum norm before rounding, for an update of ``size`` numbers. Afterwards the norm is at most ``clip``."""
         length = self.clip - math.sqrt(size) / self.scale
         if length < self.clip / 2:
             raise OptionError(

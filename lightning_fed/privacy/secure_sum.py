@@ -42,10 +42,10 @@ _ROUNDING = 8  # random stream for rounding
 class SecureSum(UpdateStep):
     r"""Secure aggregation: the server only uses the sum of the clients' updates.
 
-    Each client clips the update, multiplies by a weight, rounds randomly to integers modulo :math:`2^{32}`, and sends
-    the result with the weight. The server divides the sum by the total weight. On Flower each pair of clients agrees on
-    masks that cancel in the sum, so the server sees no single update. **A simulation in one process has no masks.**
-    Clipping and rounding equal those on Flower bit for bit.
+    Each client clips the update and multiplies the result by a weight. The client then rounds randomly to integers
+    modulo :math:`2^{32}`, and sends these integers and the weight. The server divides the sum by the total weight. On
+    Flower each pair of clients agrees on masks that cancel in the sum, so the server sees no single update. **A
+    simulation in one process has no masks.** Clipping and rounding equal those on Flower bit for bit.
 
     .. math:: w_{t+1} = w_t + \frac{\sum_i a_i u_i}{\sum_i a_i}
 

@@ -64,14 +64,14 @@ def find_outliers(
 ) -> dict[Client, str]:
     """Finds clients with implausible numbers, by comparison with other clients. Returns the reason by client.
 
-    ``trained`` counts the training examples, and ``computed`` contains values from metric states. Below, m is the
-    median over at least three clients, and d the median distance to m. A client is implausible with:
+    Each number is compared with the median m over at least three clients; d is the median distance to m. ``trained``
+    counts training examples, and ``computed`` contains values from metric states. A client is implausible with:
 
-    - a value at a distance to m above 100 max(d, abs(m), 1);
-    - the only negative loss, if less than m - max(10 d, abs(m), 1);
-    - counts in a metric state, per example, above 10 max(m, 1);
+    - a value more than 100 max(d, abs(m), 1) away from m;
+    - a negative loss below m - max(10 d, abs(m), 1), if no other client has a negative loss;
+    - integer counts in a metric state, with a sum per example above 10 max(m, 1);
     - more than 1,000 m examples;
-    - more than 10 m examples, and more than 10 times the number in training.
+    - more than 10 m examples and 10 times the training examples, also with fewer than three clients.
     """
     outliers: dict[Client, str] = {}
     _compare_examples(outliers, {client: report.num_samples for client, report in reports.items()}, trained)
@@ -100,7 +100,7 @@ def find_outliers(
 def find_disagreements(
     reports: Mapping[Client, EvaluationReport], computed: Mapping[Client, Mapping[str, float]]
 ) -> dict[Client, str]:
-    """Finds clients with values that contradict their sums or metric states. Returns the reason by client."""
+    """Returns a reason for each client whose logged values do not match the sums or metric states in the report."""
     faults: dict[Client, str] = {}
     holders = Counter(name for report in reports.values() for name in report.values)
     flags = Counter(name for report in reports.values() for name in report.partial)

@@ -63,8 +63,8 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     Values that depend on earlier epochs, such as a best score so far, are not reported.
 
     ============================== ==================================================================================
-    ``<name>``                     over all clients, global model: logged by this callback if the server has no data,
-                                   otherwise by Lightning's own validation
+    ``<name>``                     over all clients, with the global model. Logged by Lightning's own validation, or by
+                                   this callback if the server has no data
     ``fed/<name>/pooled``          over all clients, each with the client's own model if any
     ``fed/<name>/mean``            mean over clients; also ``fed/<name>/std`` and ``fed/<name>/min``
     ``fed/<name>/worst10``         mean over the worst tenth of the clients
@@ -77,12 +77,12 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     ============================== ==================================================================================
 
     Args:
-        every_n_rounds: Number n to evaluate the clients in every n-th validation; 0: never.
+        every_n_rounds: Interval between evaluations of the clients, counted in validations; 0 for no evaluation.
         clients: ``"all"`` clients, the clients in the ``"round"``, or a number or share of randomly drawn clients.
         min_clients: Minimum number of clients for a score; with fewer clients a warning is logged.
         min_examples: Minimum number of examples; a client with fewer examples does not answer.
-        lists: Name patterns for metrics with list states that may be sent to the server.
-        withheld: Name patterns for metrics with states that are never sent.
+        lists: Name patterns. Metrics with a matching name may send list states to the server, such as predictions.
+        withheld: Name patterns. Metrics with a matching name send no state to the server.
         folder: Folder for the latest table, ``clients.csv``; if ``None``, no file is written.
 
     Attributes:

@@ -214,8 +214,8 @@ def _values_with_history(
 ) -> set[str]:
     """Returns the names of logged values that depend on earlier epochs.
 
-    The epoch-end hook runs again, with other numbers in the module's attributes, and NaN for ``metrics``. A logged
-    value that changes depends on the earlier number or metric state.
+    The epoch-end hook runs again with NaN as result of ``metrics``, and with extreme numbers in the module's
+    attributes. If a logged value changes in one of these runs, the value depends on earlier epochs.
     """
     names = _written_numbers(module)
     if not metrics and not names:
@@ -325,11 +325,11 @@ def _run_end(
     faults: dict[str, str] | None = None,
     attributes: dict[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Computes logged values from the metric states of all reports, with the module's epoch-end hook if necessary.
+    """Computes logged values from the metric states of all reports.
 
-    The hook runs if a value in ``wanted`` cannot be computed from the states, or if loggers are enabled.
-    ``change`` replaces ``metric.compute``. ``attributes`` are set on the module before the hook, and afterwards
-    contain the new values. See :func:`pooled_values` for the other arguments.
+    The module's epoch-end hook also runs if the states do not give all values in ``wanted``, or if loggers are enabled.
+    ``change(metric, compute)`` replaces ``metric.compute()``. The module's attributes are first set to the values in
+    ``attributes``, and read back into ``attributes`` at the end. See :func:`pooled_values` for the other arguments.
     """
     if is_muted and not wanted:
         return {}
@@ -399,7 +399,7 @@ def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
     """Returns each client's value logged as ``name``, with a limited weight in the mean over clients.
 
-    The limit for the weight per example is 100 times the clients' median.
+    The ratio of weight to number of examples is limited to 100 times the clients' median ratio.
     """
     logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
     heaviest = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)

@@ -83,7 +83,7 @@ class MetricState:
 class StateRules:
     """Rules for the metric states that a client sends to the server.
 
-    ``lists`` has name patterns for metrics with sent list states, and ``withheld`` for metrics without any sent state.
+    A metric sends list states only if a pattern in ``lists`` matches, and nothing if a pattern in ``withheld`` matches.
     """
 
     lists: Sequence[str] = ()
@@ -190,7 +190,7 @@ def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 class RunningValue(Tensor):
-    """Marks a metric's value for only some of the batches, and tensors computed from this value."""
+    """Marks a metric's value computed from only part of an epoch, and all tensors computed from this value."""
 
 
 @contextmanager
@@ -227,7 +227,7 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
-    """Context that collects metrics in ``updated`` at their first update. A metric reset before is not collected."""
+    """Context that adds each metric to ``updated`` at the metric's first update, unless a reset came first."""
     fresh: list[Metric] = []
     unused = [metric for metric in metrics if holds_states(metric) and not metric.update_called]
 
