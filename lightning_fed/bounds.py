@@ -100,7 +100,7 @@ def _shortened(
 
 
 def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
-    """Raises an error if clients receive only some rows of an entry, because ``step`` needs whole entries."""
+    """Raises an error if clients receive only some rows of a tensor. The update step ``step`` needs all rows."""
     if info.sliced:
         raise OptionError(
             f"Expected no `{type(step).__name__}` if clients hold only some rows of {sorted(info.sliced)}, because the "

@@ -116,12 +116,12 @@ class FederatedCallback(TrainerCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> Iterator[None] | None:
-        """Called on the client after the last batch. May add tensors and metrics to the update.
+        """Called on the client after training. May add tensors and metrics to the update.
 
-        The hook must not change weights. To train a second model on the last planned batches, write a generator.
-        At each ``yield`` the Trainer runs one training step, see :class:`~lightning_fed.callbacks.PersonalModel`.
-
-        Raising :class:`ClientFault` excludes the client.
+        The hook must not change weights. As a generator, the hook can train a second model: at each ``yield``, the
+        Trainer runs one training step. To leave batches for these steps, set
+        ``Federation.open_visit.main_batches``, as in :class:`~lightning_fed.callbacks.PersonalModel`. Raising
+        :class:`ClientFault` excludes the client.
         """
         return None
 
@@ -136,8 +136,8 @@ class FederatedCallback(TrainerCallback):
 
         A process receives only its own clients' updates in :meth:`on_server_receive`. If :meth:`on_server_aggregate`
         needs data from all clients, implement this hook as a generator. ``values = yield value`` sends this process's
-        value, and returns the values of all processes in rank order. For a dictionary by client, set
-        ``shared_attribute`` to the attribute's name instead.
+        value, and returns the values of all processes in rank order. A callback without this hook can set
+        ``shared_attribute`` to the name of an attribute, a dictionary by client, to merge all processes' dictionaries.
 
         Example:
             >>> class Sizes(FederatedCallback):
@@ -166,7 +166,7 @@ class FederatedCallback(TrainerCallback):
 
 
 class AskableCallback(FederatedCallback, ABC):
-    """Base class of callbacks that answer the server's questions on each client.
+    """Base class of callbacks that compute a client's answers to questions from the server.
 
     :meth:`Federation.ask <lightning_fed.Federation.ask>` sends a question with a model, for example for an evaluation.
     """

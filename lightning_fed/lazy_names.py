@@ -130,7 +130,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Import hook that returns the imported one of Lightning's two packages under both names."""
+    """Import hook that returns one package for two names, such as ``lightning.pytorch`` and ``pytorch_lightning``."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names

@@ -94,7 +94,7 @@ class RoundSynchronisation(ABC):
     def join(self, state: State, optimizers: Any, cohort: Any, is_cut: bool = False) -> None:
         """Merges the updates and reports of all processes at the end of a round.
 
-        With ``is_cut`` the fit ended here before the round's last client, and all processes raise an error.
+        ``is_cut``: whether this process ended the round before its last client. All processes then raise an error.
         """
 
     @abstractmethod
@@ -236,7 +236,7 @@ def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]
 
 
 def unpack(rest: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
-    """Rebuilds an object from the result of :func:`pack`. ``known`` are this process's copies of the known tensors."""
+    """Rebuilds an object from :func:`pack`. ``known`` lists this process's copies of the omitted tensors, in order."""
     unpickler = _Unpickler(io.BytesIO(rest))
     unpickler.tensors, unpickler.known = tensors, known
     return unpickler.load()

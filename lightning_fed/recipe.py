@@ -110,7 +110,7 @@ class FederatedCLI(LightningCLI):
             )  # fmt: skip
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the command line. For a checkpoint saved in Python, the recipe sets the model's arguments."""
+        """Parses the command line. For a checkpoint from a Python script, the recipe provides the model's arguments."""
         super().parse_arguments(parser, args)
         options = self.config.get(self.config.get("subcommand", ""), {})
         path = options.get("ckpt_path")
@@ -182,8 +182,8 @@ def federated_trainer(
         max_rounds: Number of rounds: Lightning's ``max_epochs``.
         federation: A :class:`~lightning_fed.Federation`, instead of ``method``, ``personal`` and other options. In a
             recipe: ``{class_path: lightning_fed.Federation, init_args: ...}``.
-        personal: Name patterns or module types (class paths) for the tensors that stay on each client.
-        frozen: Name patterns or module types (class paths) for the tensors that are never sent.
+        personal: Tensors trained on each client and never sent: name patterns or module types (class paths).
+        frozen: Tensors neither trained nor sent: name patterns or module types (class paths).
         steps: Update steps, in order of execution on the client.
         callbacks: Callbacks in addition to the federation.
         enable_progress_bar: Whether to show a progress bar.

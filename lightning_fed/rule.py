@@ -94,9 +94,9 @@ class RuleCapabilities:
         return None
 
     def tolerated(self, count: int) -> int:
-        """Returns the number of malicious clients that the rule tolerates among ``count`` clients.
+        """Returns the number f of malicious clients that the rule tolerates among ``count`` clients.
 
-        The server discards as many lowest and highest values in the average of BatchNorm statistics.
+        For averages of BatchNorm statistics, the server excludes the f lowest and the f highest values.
         """
         return 0
 
@@ -172,8 +172,8 @@ class AveragingAggregator(Aggregator):
     """Base class for weighted means over the clients' tensors. Subclasses implement :meth:`weight`.
 
     Args:
-        row_weighting: Divisor for a row's summed change, if clients receive only some rows. ``"global"`` is the total
-            weight of all clients (FedSS paper). ``"per_row"`` is the total weight of the clients with the row.
+        row_weighting: Used if clients receive only some rows of a tensor. A row's weighted sum of changes is divided by
+            the weight of all clients (``"global"``, FedSS paper) or of the clients with this row (``"per_row"``).
     """
 
     def __init__(self, row_weighting: RowWeighting = "global") -> None:

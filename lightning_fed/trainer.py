@@ -107,8 +107,8 @@ class FederatedTrainer(L.Trainer):
                 for ``CombinedLoader``, or a map-style data set. Data sets are read in batches of 32; for another size
                 pass loaders.
             val_dataloaders: Validation data for the global model, in the forms for ``L.Trainer.fit``. With a mapping
-                from client names to data, each client is also evaluated separately. For one training loader, a mapping
-                with other keys contains several loaders, as in Lightning.
+                from client names to data, each client is also evaluated separately. If ``partition`` splits the
+                training data, a mapping without client names as keys has several loaders, as in Lightning.
             datamodule: Any datamodule for ``partition`` to split, or a
                 :class:`~lightning_fed.data.FederatedDataModule`.
             ckpt_path: Checkpoint to resume from.

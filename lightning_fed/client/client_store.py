@@ -152,7 +152,7 @@ class FolderStore(ClientStore):
         self._kept: set[Client] = set()  # clients with a required version
 
     def get(self, client: Client) -> State | None:
-        """Reads the client's latest tensors. A missing, unreadable or changed file raises ``ClientFault``."""
+        """Returns the client's latest tensors, if any. A missing, unreadable or changed file raises ``ClientFault``."""
         versions = self._versions(client)
         if not versions:
             if client in self._kept:
@@ -230,10 +230,10 @@ class FolderStore(ClientStore):
         return {"folder": str(self.folder), "run": self._run, "kept": plain_keys(self._kept_until(round))}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Continues with the files of the checkpoint's run, from rounds before ``round``.
+        """Restores the clients' tensors from before ``round``, using the files of the checkpoint's run.
 
-        Raises an error if the checkpoint needs files already deleted for later checkpoints, or if the checkpoint is
-        from a fit with a :class:`MemoryStore`.
+        Raises an error if these files were deleted when later checkpoints were saved. Also raises an error if the
+        checkpoint's fit used a :class:`MemoryStore`.
         """
         if state.get("clients"):
             raise ValueError(

@@ -109,8 +109,8 @@ class LocalModel:
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
         """Returns copies of the parameters and buffers shared with the server.
 
-        An equal tensor in ``known`` is returned instead of a copy. Large tables are not copied, if clients receive only
-        some rows.
+        If ``known`` has an equal tensor, this tensor is returned instead of a copy. If clients receive only some rows
+        of a tensor, the tensor itself is returned, because copies may be large.
         """
         self._find_entries()
         known = {name: value for name, value in (known or {}).items() if name in self.entries}

@@ -92,8 +92,8 @@ class LocalOptimizers:
     def end_round(self, counting: Collection[int]) -> None:
         """Prepares optimizers and schedulers for the next round.
 
-        Optimizer buffers such as momentum are reset. Per-step schedulers continue from the client with the median
-        number of steps. Only clients with a valid update count, given by the indices ``counting``.
+        ``counting`` contains the indices of the clients with valid updates. Per-step schedulers continue from the
+        client among these with the median number of steps. Optimizer buffers such as momentum are reset.
         """
         if self.mode == "continue" and counting:
             return

@@ -39,8 +39,8 @@ class EvaluationData(L.LightningDataModule):
     Args:
         val: Validation data: dataloaders as in ``Trainer.fit``, a data set, or a mapping by client.
         test: Test data, in the same formats.
-        known_clients: Function that returns the client names. A mapping with other keys contains dataloaders, as in
-            Lightning.
+        known_clients: Function that returns the client names. If no key of a mapping is a client name, the mapping
+            contains dataloaders common to all clients. By default, all mappings are by client.
     """
 
     def __init__(

@@ -222,7 +222,7 @@ def _drawn_samples(loader: Any, most: int) -> int:
 
 
 class _Streams:
-    """Iterable over the batches of a ``CombinedLoader``, except in mode ``"sequential"``."""
+    """Iterable over the batches of a ``CombinedLoader``. The mode ``"sequential"`` raises an error."""
 
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined, self.mode = combined, combined._mode  # noqa: SLF001 - no public name

@@ -129,7 +129,8 @@ class Population(ABC):
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
         """Number of batches in a pass over a client's data, or ``None`` if unknown.
 
-        ``isolated`` is true outside training. ``drop_last`` then has no effect, except in a client's own dataloader.
+        An ``isolated`` pass, for example to count classes, does not influence training. The pass includes an
+        incomplete last batch, unless a client's own dataloader drops this batch.
         """
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
@@ -144,17 +145,16 @@ class Population(ABC):
 
         Args:
             visits: The clients' planned training, in order.
-            isolated: Whether the batches are for use outside training. ``drop_last`` then has no effect, except in a
-                client's own dataloader.
+            isolated: Whether the batches must not influence training, see :meth:`batches_per_epoch`.
             groups: Ranges of indices into ``visits``. The clients in a range yield one batch each in turn. By default
                 one client follows another.
         """
 
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
-        """Yields the batches in one pass over a client's data, in an order drawn from the visit's seed.
+        """Yields the batches in one pass over a client's data.
 
-        ``isolated`` is true outside training. The pass then contains all examples if :meth:`gives_all` is true. If the
-        data have no length, the pass has ``local_steps`` batches.
+        ``visit.seed`` determines the order. With ``isolated``, the pass does not influence training, and contains all
+        examples if :meth:`gives_all` is true. If the data have no length, the pass has ``local_steps`` batches.
         """
         self.round = visit.round
         seed = derive_seed(visit.seed, 1)
@@ -190,7 +190,7 @@ class Population(ABC):
         return False
 
     def gives_all(self, client: Client) -> bool:
-        """True if a pass outside training reads all examples of the client."""
+        """True if an isolated :meth:`one_pass` yields every example; false if the dataloader may skip some."""
         return True
 
     def close(self) -> None:  # noqa: B027 - optional
@@ -410,9 +410,9 @@ KnownClasses: TypeAlias = dict[Any, tuple[Any, str]]
 
 
 def check_class_numbers(known: KnownClasses, client: Client | None, data: Any, stage: str = "training") -> None:
-    """Checks that a client numbers the classes as in ``known``, and adds new classes to ``known``.
+    """Checks that a client's class numbers agree with ``known``, and adds new classes to ``known``.
 
-    The numbers come from the data set's attribute ``class_to_idx``, as in image folders.
+    ``data.class_to_idx`` maps class names to numbers, as in image folders. Raises ``ValueError`` if a number differs.
     """
     # An image folder numbers only existing classes, so a class missing at one site changes the numbers there.
     place = f"the {stage} data" if client is None else f"client {client!r}"

@@ -20,25 +20,25 @@ _OF_LOADER = ("dataset", "batch_size", "num_workers", "sampler")
 class RoundLoader:
     """Iterable over the training batches of a round, one client after another.
 
-    After a failure in a client's training, the client's other batches are ``None``, which Lightning skips. With several
-    processes, each process serves some of the clients.
+    If a client's training fails, the client's remaining batches are ``None``. Lightning skips these batches. With
+    several processes, each process has the batches for some clients.
 
     Args:
         population: The clients' data.
         cohort: The round's clients.
         limit: Maximum number of batches in the round, from ``limit_train_batches``.
         process_group: The processes for the round.
-        visit_costs: Expected training time by client. By default proportional to the batches.
-        clock: Time limit for a client's training, except simultaneous training; by default none.
+        visit_costs: Expected training time by client; by default proportional to the number of batches.
+        clock: Time limit for each client's training; by default none. Not allowed if several clients train at once.
 
     Attributes:
         visits: The planned training for each client in this process, in order.
         failed: Clients without usable data, with the reason.
         group: The current client's planned training. Several items if several clients train at once.
-        interrupting: Context that interrupts the code inside at the time limit.
-        batches_left: Remaining batches for ``group``, or of the padding.
-        num_skipped: Batches to skip, because a resumed fit has already trained on these.
-        padding: Number of ``None`` batches at the end, so that all processes have equally many batches.
+        interrupting: Context manager. The time limit interrupts the code inside.
+        batches_left: Number of batches after the current batch, for ``group`` or for the padding at the round's end.
+        num_skipped: Batches to skip in a resumed fit, because the earlier fit has trained on these.
+        padding: Number of ``None`` batches at the round's end. With these, all processes have equally many batches.
         on_start: Function called before the first batch is fetched.
         on_skipped: Function called after the skipped batches.
         on_visit: Function called at the start of every ``group``.

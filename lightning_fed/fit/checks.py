@@ -145,7 +145,7 @@ def validate_after_rounds(
 ) -> None:
     """Converts ``val_check_interval`` from batches to rounds, to validate only after complete rounds.
 
-    ``visits`` are the local trainings of a round, and ``known`` stores earlier results.
+    ``visits`` are a round's local trainings. ``known`` caches the number of rounds by interval.
     ``revert(function, *arguments)`` registers a call that restores the Trainer's settings after the fit.
     """
     interval, every = getattr(trainer, "val_check_interval", None), trainer.check_val_every_n_epoch

@@ -37,13 +37,13 @@ def decide_policies(
 ) -> dict[str, Policy]:
     """Decides whether each state dict tensor is shared, personal, frozen or sliced.
 
-    Personal tensors stay on the client, and frozen tensors are never sent. Of sliced tensors, a client receives only
-    some rows. ``batch_norm`` determines the policies in BatchNorm layers:
+    Personal tensors stay on the client. Frozen tensors are neither trained nor sent. For sliced tensors, a client
+    receives only some rows. ``batch_norm`` determines the policies in BatchNorm layers:
 
     - ``"personal"``: weights and running statistics are personal.
     - ``"frozen"``: running statistics are frozen.
-    - :class:`~lightning_fed.LocalStatistics`: with ``measured="visit"``, running statistics are personal. Otherwise
-      they are shared with ``unseen="pooled"``, or else frozen.
+    - :class:`~lightning_fed.LocalStatistics`: with ``measured="visit"``, running statistics are personal. With
+      ``measured="aggregation"``, running statistics are shared if ``unseen`` is ``"pooled"``, and frozen otherwise.
 
     Raises:
         ValueError: If a selector matches no tensor, policies of a tensor conflict, a sliced tensor is missing, or
@@ -113,7 +113,7 @@ def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozense
 
 
 def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict[str, Policy]:
-    """Freezes the shared buffers in ``unset``, and logs the names of these buffers."""
+    """Sets the policy of shared buffers in ``unset`` (NaN or infinite) to ``"frozen"`` (not sent). Logs the names."""
     names = sorted(name for name in unset if policies.get(name) == "shared")
     if names:
         _log.info(
@@ -155,7 +155,7 @@ def check_sliced(
     options: FitOptions,
     reports_statistics: bool,
 ) -> None:
-    """Raises an error if the rule or an option does not support sliced entries."""
+    """Raises an error if clients receive only some rows of a tensor, and the fit does not support this."""
     sliced = [name for name, policy in policies.items() if policy == "sliced"]
     if not sliced:
         return

@@ -43,8 +43,8 @@ class FailedRounds:
 
         Raises:
             Exception: If all clients of a round (at least two, or the federation's only client) fail with the same type
-                of exception. The first exception is raised.
-            RuntimeError: If ``limit`` rounds in a row have failed. Also replaces an exception from another process.
+                of exception. The first one in this process is raised, or ``RuntimeError`` if this process has none.
+            RuntimeError: If ``limit`` rounds in a row have failed.
         """
         num_reports = len(report.received) + len(report.failed)
         if num_reports < min_clients and (report.received or not report.failed):  # dropouts

@@ -110,8 +110,8 @@ class BatchNormState:
             replaces ``"auto"``.
         decision: Choice of ``"auto"``: ``"own"`` statistics per client, or ``"pooled"``; empty before the choice.
         is_alone: Whether the federation has a single client.
-        initial_statistics: Running statistics at the start of each client's first training, for
-            ``LocalStatistics("pooled", "visit")``.
+        initial_statistics: Running statistics at the start of each client's first training. Empty, unless ``option``
+            is ``LocalStatistics(unseen="pooled", measured="visit")``.
         num_measured: Number of rounds in which clients reported statistics.
         reports: Latest statistics from each client, until ``"auto"`` has chosen.
         model_round: Index of the last round with a new global model; -1 for none.
@@ -195,13 +195,13 @@ class FederatedFit:
         policies: Policy of each state dict tensor, such as ``"shared"``; empty before :meth:`decide_policies`.
         unset: Names of buffers that are not sent because they start with NaN or infinite values; ``None`` before the
             fit.
-        is_plain: Whether the fit has a single client and equals a fit without federation. Before the first round, the
-            value from a checkpoint, or ``None``.
+        is_plain: Whether the fit has a single client and trains as without a federation. Before the first round:
+            ``None``, or in a resumed fit the checkpoint's value.
         cohort: Clients in the current or last round.
         rounds: Number of finished rounds.
         number: Number of earlier fits with this Trainer.
         clock: Time limit for each local training; ``None`` without a limit.
-        limit_visit: Function that returns a context with this limit.
+        limit_visit: Function that returns a context manager. The time limit interrupts the code inside.
         synchronisation: Synchronises the processes in a round; ``None`` with one process.
         warned: Topics of earlier warnings, see :meth:`record_warning`.
         changes: Temporary changes to global settings and the user's objects, reverted by :meth:`close`.

@@ -23,9 +23,9 @@ class LocalStatistics:
     per channel and client. With many clients, set the option ``store`` to a folder.
 
     Args:
-        unseen: Statistics for data of no client. ``"batch"``: statistics of each batch. ``"data"``: statistics of the
-            whole loader, measured before the evaluation (AdaBN, Li et al. 2016). ``"pooled"``: statistics pooled over
-            the round's clients, at the cost of ``batch_norm="recalibrate"``.
+        unseen: Statistics for data from outside the fit's clients. ``"batch"``: statistics of each batch. ``"data"``:
+            statistics of the whole loader, measured before the evaluation (AdaBN, Li et al. 2016). ``"pooled"``: pooled
+            over the round's clients. As with ``batch_norm="recalibrate"``, clients download each new model once more.
         measured: Time of the measurement. ``"aggregation"``: after the aggregation, with the new weights. ``"visit"``:
             during local training as in SiloBN, while the weights change, so that the statistics fit no single model.
 

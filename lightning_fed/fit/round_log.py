@@ -40,8 +40,8 @@ class RoundLog:
     ``comm/total_up_bytes`` and ``comm/total_down_bytes``.
 
     Clients can send more numbers in ``update.metrics``. The mean over the clients is logged as ``clients/<name>``. At
-    most 64 names per client and round, and 256 names per fit, are logged. Values that are not finite are skipped, and
-    names with over 100 characters or other characters than letters, digits and ``._-/``.
+    most 64 names per client and round, and 256 names per fit, are logged. Values must be finite. Names must consist of
+    at most 100 letters, digits and ``._-/`` characters. Other values and names are skipped.
 
     Attributes:
         totals: Sums over the finished rounds in this process, such as ``rounds``, ``failed`` and ``up_bytes``.
@@ -128,8 +128,8 @@ class RoundLog:
     ) -> None:
         """Logs ``values`` by name for a round.
 
-        ``passing`` maps a source, such as ``"aggregator"``, to the names logged by this source in this round. Names
-        logged by the source only in earlier rounds are removed from ``callback_metrics``.
+        ``passing`` maps a source, such as ``"aggregator"``, to the names logged by this source in this round. These
+        names replace the source's earlier names in ``callback_metrics``, unless the list is empty.
         """
         for kind, names in passing.items():
             self._replace(trainer, kind, names)

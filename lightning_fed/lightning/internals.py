@@ -48,7 +48,7 @@ class OverriddenMethod:
     """Replaces an object's method until :meth:`restore`.
 
     ``original`` is the replaced method. A copy of the object (``copy.deepcopy(module)``) has the original method.
-    Lightning follows ``__wrapped__`` to check whether a hook is overridden.
+    ``__wrapped__`` is also the original method, so Lightning's ``is_overridden`` ignores the replacement.
     """
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -240,7 +240,7 @@ def exchange_max_steps(trainer: L.Trainer, steps: int) -> int:
 def forget_length(trainer: L.Trainer) -> None:
     """Sets the length of an epoch to infinity, so that Lightning validates only after the last batch.
 
-    The fit loop and the Trainer store the length, the Trainer as the number of batches between validations.
+    Changes ``fit_loop.max_batches``. With ``val_check_interval=1.0``, also changes ``trainer.val_check_batch``.
     """
     trainer.fit_loop.max_batches = float("inf")
     if trainer.val_check_interval == 1.0 and not isinstance(trainer.val_check_interval, int):
@@ -248,7 +248,7 @@ def forget_length(trainer: L.Trainer) -> None:
 
 
 def end_with_batch(trainer: L.Trainer) -> None:
-    """Makes the current batch the last batch of the epoch, by the length in Lightning's data fetcher."""
+    """Ends the epoch after the current batch, by changing the length of Lightning's data fetcher."""
     fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
     assert fetcher is not None
     fetcher.length = fetcher.fetched + 1
@@ -301,7 +301,7 @@ def validates_after_batch(trainer: L.Trainer) -> bool:
 
 
 def await_validation(checkpoint: dict[str, Any]) -> None:
-    """Changes a checkpoint from the end of an epoch, so that a resumed fit starts with the validation."""
+    """Changes the batch counts in a checkpoint from an epoch's end. A resumed fit then starts with validation."""
     loop = checkpoint["loops"]["fit_loop"]
     _advance(loop["epoch_loop.batch_progress"], "completed")
     for counts in (loop["epoch_loop.val_loop.batch_progress"][part] for part in ("total", "current")):
@@ -323,7 +323,7 @@ def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
 def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
     """Adds ``count`` optimizer steps from other processes to ``trainer.global_step``.
 
-    Lightning has separate counts for automatic and manual optimization. Both are changed, and :func:`log_position`.
+    Changes Lightning's separate counts for automatic and for manual optimization, and also :func:`log_position`.
     """
     move_log_position(trainer, count)
     loop = trainer.fit_loop.epoch_loop
@@ -360,7 +360,7 @@ def log_position(trainer: L.Trainer) -> int:
 
 
 def move_log_position(trainer: L.Trainer, count: int) -> None:
-    """Adds ``count`` to :func:`log_position`. A negative count removes the empty batches that Lightning counts."""
+    """Adds ``count`` to :func:`log_position`. A negative ``count`` subtracts ``None`` batches counted by Lightning."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += count  # noqa: SLF001
 
 
@@ -448,5 +448,5 @@ def is_vmap_tensor(tensor: Tensor) -> bool:
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """True if ``register_post_accumulate_grad_hook`` was called, by the parameter's hook attribute."""
+    """True if a parameter has hooks from ``register_post_accumulate_grad_hook`` (in a private attribute)."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -50,7 +50,7 @@ def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
 
 
 def check_changes(module: object, planned: PlannedVisit, received: State, state: State, may_be_equal: bool) -> None:
-    """Raises an error if a module without an optimizer has trained nothing, or changed a tensor's shape."""
+    """Raises an error if training without an optimizer has changed no tensor, or has changed a tensor's shape."""
     resized = [name for name, value in state.items() if name in received and value.shape != received[name].shape]
     if not resized and (may_be_equal or len(identical_entries(received, state)) < len(state)):
         return

@@ -75,7 +75,7 @@ _WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())  # 
 
 
 class VisitPlan(NamedTuple):
-    """Classes for training and data loading in a round. ``clients`` is the number of clients trained at once."""
+    """Python classes that train the clients and load the batches. ``clients``: number of clients trained at once."""
 
     driver: Callable[..., VisitDriver] = VisitDriver
     loader: Callable[..., RoundLoader] = RoundLoader
@@ -87,7 +87,7 @@ class RoundLoop:
 
     Attributes:
         open_round: The current round; ``None`` between rounds.
-        plan: How a round trains: the classes of the training and the dataloader.
+        plan: Python classes that train the clients and load the batches.
         is_attached: True during a fit, while methods of the module and the Trainer are overridden.
         is_planned: True after ``plan`` is set, with the first round's dataloader.
         is_ready: True after :meth:`prepare`.

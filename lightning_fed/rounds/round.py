@@ -255,7 +255,7 @@ class Round:
     def abandon(self) -> None:
         """Ends the round without aggregation, and restores the global model from the round's start.
 
-        A plain fit (one client, as without a federation) keeps the weights trained so far.
+        If ``fit.is_plain`` (a single client, trained as without a federation), the weights trained so far are kept.
         """
         if self._check is not None:
             self._check.stop()

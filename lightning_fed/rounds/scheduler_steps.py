@@ -15,9 +15,9 @@ _COUNTED_CLIENTS = 1000
 
 
 def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
-    """Returns the largest step number of a per-step learning-rate scheduler in ``rounds`` rounds.
+    """Returns the highest step that any client's per-step learning-rate scheduler reaches in ``rounds`` rounds.
 
-    Each round advances by the clients' median number of training steps. ``window`` is ``accumulate_grad_batches``.
+    A new round continues from the client with the median number of steps. ``window`` is ``accumulate_grad_batches``.
     """
     sizes: dict[Client, int] = {}
     steps = furthest = 0

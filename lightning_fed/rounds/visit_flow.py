@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Event to send a client's update. The reply is whether the server accepts the update."""
+    """Event to send a client's update to the server. The reply is true if the server accepts the update."""
 
     update: ClientUpdate
 

@@ -42,12 +42,12 @@ class RoundReport:
         round: Index of the round, from 0.
         received: Number of local examples by client, for valid updates.
         counted: Each valid client's weight in the average, in examples.
-        failed: Maps each excluded client to the reason.
+        failed: Maps each excluded client to the reason: a failed training, or a missing or invalid update.
         metrics: Values from :attr:`ClientUpdate.metrics`, by client.
         norms: Euclidean norm of local minus global model, over the trained tensors, by client.
         up_bytes: Bytes in received updates, valid or not.
         down_bytes: Bytes in broadcasts.
-        refused: Like ``failed``, but only for clients with an invalid update.
+        refused: The entries of ``failed`` for clients with an invalid update.
     """
 
     round: int
@@ -75,8 +75,8 @@ class RoundReport:
 class HeldEntries:
     """Records the untrained tensors already on each client, to avoid sending a tensor twice.
 
-    All clients have the initial values. A valid update shows that the client has received the round's values. A tensor
-    is sent again only after a change. ``values`` contains the untrained tensors in the current or last round.
+    At first, all clients have the initial values. A client with a valid update also has the round's values. A tensor is
+    sent again only after a change. ``values`` contains the untrained tensors in the current or last round.
 
     Example:
         >>> import torch
@@ -151,7 +151,7 @@ class ServerInterface(ABC):
         report: Report on the current or last round.
         state_before: The chain's state before the round.
         errors: Exceptions caused by updates in this process, by client.
-        held: Records the untrained tensors already on each client.
+        held: Records the untrained tensors (such as parameters without gradient) already on each client.
     """
 
     def __init__(self, chain: Chain, min_clients: int = 1) -> None:

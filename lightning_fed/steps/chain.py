@@ -28,7 +28,7 @@ class Chain:
 
     Args:
         rule: Aggregation rule.
-        steps: Update steps in the clients' order: the first step receives the trained model. The chain copies steps.
+        steps: Update steps, in order of execution on the client (reversed on the server). The steps are copied.
 
     Attributes:
         held: Each step's stored updates in this round; ``None`` for steps without storage.
@@ -160,7 +160,7 @@ class Chain:
     def aggregate(self) -> State | None:
         """Passes all stored updates to the aggregation rule, and returns the new global tensors.
 
-        Raises ``BadUpdates`` for invalid updates. The caller may call again after these clients are excluded.
+        Invalid updates raise ``BadUpdates`` with the clients' names. The caller may exclude these clients and retry.
         """
         faults: dict[Client, str] = {}
         for index in reversed(range(len(self.steps))):
@@ -237,7 +237,7 @@ class Chain:
 
 
 def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
-    """Returns a client's weight in the average after all update steps, given the number of examples."""
+    """Returns a client's weight in the average: the number of examples, as changed by the update steps."""
     for step in reversed(steps):
         num_samples = step.weight(num_samples) if isinstance(step, WeightStep) else num_samples
     return num_samples

@@ -46,7 +46,7 @@ class StepCapabilities:
 
     Attributes:
         reveals: Data visible to the server with this step: single updates (``"update"``), only the sum of updates
-            (``"sum"``), or only the new global model (``"model"``). Other values are not logged.
+            (``"sum"``), or only the new global model (``"model"``). Values from hidden data are not logged.
         refuses: Names of attributes in :class:`~lightning_fed.rule.RuleCapabilities`, such as ``"has_clusters"``. The
             step does not support aggregation rules with one of these attributes.
     """
@@ -63,7 +63,7 @@ class StepCapabilities:
         return state
 
     def hold(self) -> Held | None:
-        """Returns an object to collect a round's updates; ``None`` if the step needs no other updates."""
+        """Returns an object to collect a round's updates; ``None`` if the step treats each update separately."""
         return None
 
 
