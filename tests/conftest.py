@@ -218,6 +218,26 @@ def seeds_of_present_devices():
 
 
 @pytest.fixture(autouse=True, scope="session")
+def one_search_for_gpus():
+    """Without a GPU, each call of ``torch.cuda.device_count`` tries to load NVIDIA's library."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", functools.cache(torch.cuda.device_count))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def torch_logs_reach_the_root():
+    """In each phase of a test pytest adds two handlers to each logger that does not propagate; torch has about 60."""
+    import torch  # noqa: F401 - creates the loggers
+
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] == "torch":
+            logging.getLogger(name).propagate = True
+
+
+@pytest.fixture(autouse=True, scope="session")
 def quiet_lightning():
     """Silences Lightning; the package's warnings remain for `caplog`, other lines must be requested."""
     logging.getLogger("lightning_fed").setLevel(logging.WARNING)
