@@ -57,7 +57,7 @@ class Channel:
     def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
         """Returns the additional values described by this object in a client's update, by parameter name.
 
-        ``title`` names the values in the update. ``state`` has the expected shapes. Invalid values raise ``BadUpdate``.
+        ``title`` is the channel's name. ``state`` has the valid shapes. Missing or invalid values raise ``BadUpdate``.
         """
         alone = {"": update.extras[title]} if title in update.extras else {}
         sent = alone if self.form == "number" else without_prefix(update.extras, f"{title}:")
@@ -82,7 +82,7 @@ class Channel:
 class Report(NamedTuple):
     """Additional numbers in a client's update. The keys are the name of a :class:`Channel` and a parameter's name.
 
-    ``octaves`` has the numbers' binary exponents, for comparisons between clients.
+    ``octaves`` has the binary exponents of the checked numbers, with ``bounds="work"`` divided by the client's work.
     """
 
     num_samples: int
@@ -94,9 +94,9 @@ class Report(NamedTuple):
 class Part:
     """Running sums over the updates of clients with similar additional numbers, see :class:`Channel`.
 
-    The server finds implausible numbers only after all updates. To exclude these clients, the server then omits whole
-    sums, so clients with dissimilar numbers need separate sums. ``running`` is the mean model, and ``means`` has the
-    means of additional tensors. Subclasses of the rule can add ``sums``.
+    The server finds clients with implausible numbers only after all updates. To exclude these clients, the server omits
+    whole sums, so clients with dissimilar numbers need separate sums. ``running`` is the mean model, and ``means`` has
+    the mean tensors of each channel. Subclasses of the rule can add ``sums``.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)
@@ -149,8 +149,8 @@ class ChannelRule(AveragingAggregator):
 
     Attributes:
         octaves: Limit for numbers that grow with the amount of training (``bounds="work"``). The server divides such a
-            number by both measures in ``work``. Clients are excluded if both quotients are more than a factor
-            ``2 ** octaves`` from the round's median.
+            number by both measures in ``work``. Clients are excluded if both quotients are above the round's medians,
+            or both below, by more than a factor of about ``2 ** octaves``.
         work: For each client, epochs and epochs times examples. With ``local_steps``, both are the number of steps.
 
     Example:
@@ -192,9 +192,9 @@ class ChannelRule(AveragingAggregator):
     ) -> Any:
         """Called in every optimizer step for each parameter, for example to sum gradients.
 
-        The gradient does not yet include the term from :meth:`begin_visit`. Divide by ``scale``, the loss scale of
-        mixed precision. ``record`` is the previous step's result, at first ``None``. After training, ``visit.records``
-        has the last results. ``group`` and ``state`` are the parameter's optimizer group and optimizer state.
+        The gradient does not yet include the term from :meth:`begin_visit`. Divide the gradient by ``scale``, the loss
+        scale of mixed precision. ``record`` is the previous step's result, at first ``None``. ``visit.records`` has the
+        last results after training. ``group`` and ``state`` are the parameter's optimizer group and optimizer state.
         """
         return record
 
@@ -278,7 +278,7 @@ class ChannelRule(AveragingAggregator):
     def finish(self, state: State, part: Part) -> State:
         """Returns the new global model, by default ``state``, the mean of the client models.
 
-        Overrides may change ``state`` in place. ``part`` has the means of additional tensors.
+        Overrides may change ``state`` in place. ``part`` has the round's sums, such as the means of additional tensors.
         """
         return state
 

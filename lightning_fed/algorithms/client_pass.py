@@ -25,7 +25,7 @@ def pass_over_data(
     """Calls ``function`` once with an iterator over a client's training batches, and returns the result.
 
     ``function`` must return ``None`` if no batch had a loss. The result is also ``None`` if loading the data or
-    ``function`` fails. In both cases ``planned.fault`` has the reason.
+    ``function`` fails. If the result is ``None``, ``planned.fault`` has the reason. A lost GPU raises the error.
     """
     faults: list[Exception] = []
     with seeded_generators(), closing(until_fault(population.one_pass(planned.visit, isolated=True), faults)) as data:

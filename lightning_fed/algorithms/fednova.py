@@ -51,9 +51,9 @@ class FedNova(ChannelRule):
     2020, equations 8 to 10.
 
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
-    server compares each client's length, per planned step or epoch, with the round's median. With ``local_steps``,
-    clients beyond a factor of about 8 are excluded. With epochs the factor is 64, or larger with momentum or schedulers
-    per batch. The paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
+    server compares each client's length per planned step with the round's median, and excludes clients beyond a factor
+    of about 8. With epochs, a limit of about 64 must be exceeded per epoch and per example. Momentum or schedulers per
+    batch increase this limit. The paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
 
     - Sends: 1 model down, 1 up (and one number per parameter).
     - Keeps: nothing.
@@ -116,7 +116,7 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Simulates one more SGD step with gradient 1. Returns the momentum and all distances from the start so far."""
+        """Simulates one more SGD step with gradient 1. Returns the momentum buffer and the distance after each step."""
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length

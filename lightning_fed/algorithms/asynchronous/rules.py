@@ -39,7 +39,7 @@ class AsynchronousRule(AveragingAggregator):
     r"""Base class of asynchronous aggregation rules.
 
     A round ends after ``buffer`` updates. At most ``clients_per_round`` clients train at a time, by default all. When
-    an update arrives, the sender pauses until the next round, and an idle client starts from the newest global model.
+    an update arrives, an idle client starts from the newest global model. The sender can start again in the next round.
 
     If a client starts in round :math:`r` and the update arrives in round :math:`v`, the update has the staleness
     :math:`\tau = v - r` and the weight :math:`s(\tau)`. Rounds without a new global model also increase the staleness.
@@ -194,7 +194,7 @@ class FedBuff(AsynchronousRule):
 
     Args:
         buffer: Number of updates per round, :math:`K`.
-        staleness: Exponent in :math:`s(\tau)`. For two numbers the formula differs, see :class:`AsynchronousRule`.
+        staleness: Exponent :math:`a` in :math:`s(\tau) = (1 + \tau)^{-a}`, or a pair, see :class:`AsynchronousRule`.
         weighting: ``"uniform"`` for equal client weights, as in the paper, or ``"examples"`` for numbers of examples.
         durations: Simulated durations of local training.
         record: Path to a new file for recording the arrival order.
@@ -232,9 +232,9 @@ class FedAsync(AsynchronousRule):
     .. math:: x_{v+1} = (1 - \alpha_\tau) x_v + \alpha_\tau y, \qquad \alpha_\tau = \alpha s(\tau)
 
     Here :math:`x_v` is the global model, and :math:`y` a client's trained model. The staleness :math:`\tau` is the
-    number of rounds since the client's start, and :math:`s(\tau) = (1 + \tau)^{-a}`. Every arriving client
-    model ends a round. To validate less often, set the Trainer's ``check_val_every_n_epoch``. The paper's proximal term
-    is :class:`~lightning_fed.callbacks.ProximalTerm`. See :class:`AsynchronousRule`.
+    number of rounds since the client's start, and :math:`s(\tau) = (1 + \tau)^{-a}`. Every arriving client model ends a
+    round. To validate less often, set the Trainer's ``check_val_every_n_epoch``. The paper's proximal term is
+    :class:`~lightning_fed.callbacks.ProximalTerm`. See :class:`AsynchronousRule`.
 
     - Sends: 1 model down, 1 up.
     - Keeps: on the server each global model from which a client still trains.

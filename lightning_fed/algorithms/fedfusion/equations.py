@@ -133,7 +133,7 @@ def smooth_weight(weight: Tensor, previous: Tensor, ema: float) -> Tensor:
 
 
 def channel_axis_of(features: Tensor, channel_axis: int | None = None) -> int:
-    """Returns the channel axis, at least 0. The default is axis 2 if features have three axes, and axis 1 otherwise."""
+    """Returns the channel axis, at least 1. The default is axis 2 if features have three axes, and axis 1 otherwise."""
     if channel_axis is None:
         channel_axis = -1 if features.ndim == 3 else 1
     if features.ndim < 2 or channel_axis not in (*range(1, features.ndim), *range(1 - features.ndim, 0)):

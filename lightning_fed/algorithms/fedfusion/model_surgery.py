@@ -92,7 +92,7 @@ def find_fusion(module: nn.Module) -> FusionLayer | None:
 def unwrap(module: nn.Module) -> nn.Module:
     """Removes the fusion from a model, in place. Afterwards the model does not depend on this package.
 
-    The model then uses its own features also as global features, as with ``eval_reference="current"``:
+    The model then uses local features also as global features, as with ``eval_reference="current"``:
 
     - "multi", "single" and "none": the operator is removed, because mixing equal features has no effect.
     - "conv": a 1x1 convolution replaces the operator, or for vectors and tokens a linear layer. The fused layer becomes

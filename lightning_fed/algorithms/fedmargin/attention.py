@@ -22,7 +22,7 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
     r"""Computes client weights from prototype margins.
 
     A margin compares a client's class prototypes (mean features) with reference prototypes. Larger margins give larger
-    weights. The paper has no formulas, only "as prototypes deviate [...], higher attention is applied".
+    weights. The formulas reconstruct the paper's text "as prototypes deviate [...], higher attention is applied".
 
     .. math:: \text{sum: } a_k = \frac{v_k}{\sum_j v_j} \qquad
         \text{softmax: } a_k = \frac{e^{v_k / s}}{\sum_j e^{v_j / s}}

@@ -38,9 +38,9 @@ class SampledSoftmax(FederatedCallback):
     The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, with one weight row per class. A
     client's own classes are called positives. Before training, the client draws other classes, called negatives. The
     client receives, trains and returns only the rows of positives and negatives. The mean number of rows is logged as
-    ``clients/sampled_classes``. The client requests rows in sorted order, so the server cannot distinguish positives
-    from negatives in one request, but possibly in several. Clients with a label outside the client's or the layer's
-    classes are excluded. Reference: FedSS, section 3 and Algorithm 1.
+    ``clients/sampled_classes``. Requested rows are sorted, so the server cannot distinguish positives from negatives in
+    one request, but possibly in several. Requests without negatives show the positives. Clients with a label outside
+    the client's or the layer's classes are excluded. Reference: FedSS, section 3 and Algorithm 1.
 
     In ``training_step``, labels become column indices of the logits, and the last layer corrects the logits. Therefore
     ``F.cross_entropy(self(x), y)`` is the FedSS loss. The logits have fewer than ``num_classes`` columns: pass

@@ -167,8 +167,8 @@ class SampledSoftmaxHead(LogitsLayer):
     def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Computes FedSS's loss while a client trains, and otherwise the ordinary softmax loss.
 
-        In both cases the result equals ``F.cross_entropy(head(features), target)``, because the layer corrects the
-        training logits for FedSS. The features may also be from outside the batch in :meth:`begin_batch`.
+        The result equals ``F.cross_entropy(head(features), target)``. With "negonly" or a margin, ``head`` needs labels
+        from :meth:`begin_batch` in training, but this method also accepts other features, with labels as ``target``.
 
         Args:
             features: Features, shape ``(*, in_features)``.

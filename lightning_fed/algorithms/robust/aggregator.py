@@ -47,7 +47,7 @@ class RobustAggregator(Aggregator):
     the global model, as one vector of all shared floating-point values. Below, f clients are assumed to be malicious.
     BatchNorm's running statistics are averaged without the f smallest and f largest values. Integers take the majority
     value. A subclass sets ``least = (a, b)``: a round needs at least ``a f + b`` updates, or one for f = 0. Otherwise
-    the round fails. Each refused update, for example with NaN values, reduces a given ``num_malicious`` by one.
+    the round fails. In a round, each refused update (such as NaN values) reduces a given ``num_malicious`` by one.
 
     Args:
         num_malicious: Number f of malicious clients per round; by default the largest number that the rule tolerates.
