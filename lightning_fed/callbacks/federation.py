@@ -100,7 +100,7 @@ class Federation(TrainerCallback):
         visits: Loop for local training. All loops have equal results, up to rounding. ``"lightning"``: Lightning's
             loop. ``"fused"``: a faster loop that skips unused hooks. ``"auto"``: fused if possible.
             :class:`~lightning_fed.Vectorized`: several clients at once. ``"fastest"``: one or several clients at
-            once. Benchmarks give the number for the model size, the device and the number of clients per round.
+            once. The number comes from stored benchmarks, by model, device and number of clients per round.
         steps: Steps between local training and the new global model, such as clipping (:mod:`lightning_fed.steps`), in
             order of execution on the client. The method's steps run first on the client. The objects are copied.
         seed: Seed for the partition and the choice of clients; by default the seed from ``seed_everything``, or 0.

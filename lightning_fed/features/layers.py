@@ -207,9 +207,9 @@ def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterator[tuple[str, nn.Module]]:
     """Yields submodules with their names, except metrics and frozen networks.
 
-    A frozen network has several layers and no trained parameter, such as the teacher in distillation. A single
-    frozen layer is yielded. If no parameter is trained, no network counts as frozen. ``optimized`` contains the ids
-    of trained parameters, by default of all parameters with ``requires_grad``.
+    A frozen network has sublayers with parameters, and no trained parameter, such as the teacher in distillation. A
+    frozen layer without sublayers is yielded. If no parameter is trained, no network counts as frozen. ``optimized``
+    contains the ids of trained parameters, by default of all parameters with ``requires_grad``.
     """
     trained = set(optimized) or {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     dropped: list[str] = []

@@ -29,11 +29,11 @@ def matched_mean(
 ) -> dict[str, Tensor]:
     r"""Averages client networks after their neurons were matched.
 
-    Each neuron is averaged over the clients with this neuron. The mean of the incoming weights of neuron *i* is
+    Each neuron is averaged over the clients with this neuron. The mean incoming weights and bias of neuron *i* are
 
     .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{b \bar a + \sum_{k:\, i \in S_k} a_k}
 
-    or 0 if no client has the neuron. :math:`\tilde w_{k,i}` contains the weights in client *k*, or zeros if the client
+    or 0 if no client has the neuron. :math:`\tilde w_{k,i}` contains the values in client *k*, or zeros if the client
     lacks neuron *i*. A weight from an input neuron that the client lacks also counts as 0. :math:`a_k` is the client's
     weight, :math:`\bar a` the mean weight, :math:`S_k` the set of the client's neurons, and *b* the weight of a prior.
     If all clients have all neurons and *b* is 0, the result equals :class:`WeightedMean`.
@@ -100,9 +100,9 @@ def agreement(
     .. math:: \frac{\sum_k a_k \sum_j \lVert \bar w_{S_k(j)} \rVert^2}{\sum_k a_k \sum_j \lVert w_{k,j} \rVert^2}
 
     Client *k* has weight :math:`a_k`. Neuron *j* has incoming weights :math:`w_{k,j}`, and is matched with global
-    neuron :math:`S_k(j)` with mean :math:`\bar w`. The result is 1 for equal or unmatched neurons, and about 1/n for n
-    unrelated neurons matched together. Biases count only in groups without incoming weights. A group without
-    comparable weights has result NaN.
+    neuron :math:`S_k(j)` with mean :math:`\bar w`. Without a prior, the result is 1 for equal or unmatched neurons, and
+    about 1/n for n unrelated neurons matched together. Biases count only in groups without incoming weights. A group
+    without comparable weights has result NaN.
     """
     shares = []
     for number, (group, resized) in enumerate(zip(groups, resize_groups(groups, sizes), strict=True)):

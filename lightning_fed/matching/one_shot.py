@@ -99,8 +99,8 @@ def match_states(
         groups: Permutation groups in the networks.
         generator: Draws the network order, and the group order in sweeps.
         order: Group order, ``"fedma"`` or ``"pfnm"``.
-        mode: ``"grow"`` adds unmatched neurons, except in groups with fixed width. ``"permute"`` matches neurons one to
-            one and preserves widths. ``"none"`` averages without matching.
+        mode: ``"grow"`` adds unmatched neurons, and treats groups with fixed width as ``"permute"`` does. ``"permute"``
+            matches neurons one to one and preserves widths. ``"none"`` averages without matching.
         weights: Network weights, greater than 0; by default equal.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         max_growth: Maximum group width, as a multiple of a network's width; ``None`` for no limit. ``"auto"`` is 1.25

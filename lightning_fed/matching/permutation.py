@@ -281,7 +281,7 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits a matrix into blocks of adjacent columns. Read by rows, each block contains consecutive numbers.
+    """Splits a matrix into blocks of adjacent columns. Read row by row, each block contains consecutive numbers.
 
     Returns each block's first column, first number and number of columns, or ``None`` without such blocks. For
     ``[[0, 1, 6], [2, 3, 7]]``, the blocks are ``[[0, 1], [2, 3]]`` and ``[[6], [7]]``, so the result is

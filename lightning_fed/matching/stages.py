@@ -91,7 +91,7 @@ def check_stages(choice: StageChoice) -> StageChoice:
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
     """Finds the names of the output layers' parameters and buffers.
 
-    Output layers are used after all layers with permutable neurons. Their tensors have as many rows as the tensor used
+    Output layers are used after all layers with permutable outputs. Their tensors have as many rows as the tensor used
     last. ``form`` contains a tensor for each name.
     """
     order = {name: index for index, name in enumerate(groups.order)}

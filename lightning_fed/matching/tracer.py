@@ -239,7 +239,7 @@ class Tracer:
     def _combine(
         self, first: TracedActivation, first_broad: set[int], second: TracedActivation, second_broad: set[int]
     ) -> TracedActivation:
-        """Treats elements at equal positions as one neuron. ``first_broad`` and ``second_broad`` are broadcast axes."""
+        """Unites neurons at equal positions in two operands. ``first_broad``, ``second_broad``: the broadcast axes."""
         for operand, partner in ((first, second), (second, first)):
             if bool((operand.ids == NEUTRAL).all()):
                 return partner

@@ -95,7 +95,7 @@ class Dirichlet(LabelPartition):
         ignore_index: Mask value of pixels to skip, or ``None``.
         background: Background class in masks, or ``None``. An image has this label only if no other class is present.
         seed: Seed for the split; if ``None``, the federation's seed.
-        prior: For ``"per_client"``: :math:`\pi`, the class shares in the data (``"empirical"``) or ``"uniform"``.
+        prior: For ``"per_client"``: :math:`\pi`, class shares in the data (``"empirical"``) or equal (``"uniform"``).
 
     Example:
         >>> import torch

@@ -69,9 +69,9 @@ def find_outliers(
 
     - a value more than 100 max(d, abs(m), 1) away from m;
     - a negative loss below m - max(10 d, abs(m), 1), if no other client has a negative loss;
-    - integer counts in a metric state, with a sum per example above 10 max(m, 1);
+    - integer counts in a metric state, or class sizes, with a sum per example above 10 max(m, 1);
     - more than 1,000 m examples;
-    - more than 10 m examples and 10 times the training examples, also with fewer than three clients.
+    - more than both 10 m examples and 10 times the training examples, also with fewer than three clients.
     """
     outliers: dict[Client, str] = {}
     _compare_examples(outliers, {client: report.num_samples for client, report in reports.items()}, trained)

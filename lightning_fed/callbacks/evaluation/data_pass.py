@@ -214,8 +214,8 @@ def _values_with_history(
 ) -> set[str]:
     """Returns the names of logged values that depend on earlier epochs.
 
-    The epoch-end hook runs again with NaN as result of ``metrics``, and with extreme numbers in the module's
-    attributes. If a logged value changes in one of these runs, the value depends on earlier epochs.
+    The epoch-end hook runs again with NaN as result of ``metrics``, and with extreme numbers in the attributes updated
+    by the hook. If a logged value changes in one of these runs, the value depends on earlier epochs.
     """
     names = _written_numbers(module)
     if not metrics and not names:

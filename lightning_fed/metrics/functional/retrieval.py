@@ -92,7 +92,7 @@ def check_r(r: int | Literal["relevant"]) -> None:
 
 
 def _find_hits(embeddings: Tensor, labels: Tensor, metric: RetrievalMetric, k: int) -> Iterator[Tensor]:
-    """Yields masks of neighbours with the same class, nearest first, shape ``(images, k)``, for blocks of images."""
+    """Yields a mask ``(images, k)`` for each block of images: whether the k nearest others have the same class."""
     # The mean removes a common offset, which would reduce precision.
     shift = center(embeddings if metric == "euclidean" else torch.zeros_like(embeddings[:1]))
 
