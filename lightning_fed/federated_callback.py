@@ -118,10 +118,10 @@ class FederatedCallback(TrainerCallback):
     ) -> Iterator[None] | None:
         """Called on the client after training. May add tensors and metrics to the update.
 
-        The hook must not change weights. As a generator, the hook can train a second model: at each ``yield``, the
-        Trainer runs one training step. To leave batches for these steps, set
-        ``Federation.open_visit.main_batches``, as in :class:`~lightning_fed.callbacks.PersonalModel`. Raising
-        :class:`ClientFault` excludes the client.
+        Without the attribute ``changes_update``, a changed ``update.state`` raises an error. As a generator, the hook
+        can train a second model: at each ``yield``, the Trainer runs one training step. To leave batches for these
+        steps, set ``Federation.open_visit.main_batches`` in :meth:`on_client_start`, as in
+        :class:`~lightning_fed.callbacks.PersonalModel`. Raising :class:`ClientFault` excludes the client.
         """
         return None
 

@@ -94,7 +94,7 @@ class RoundSynchronisation(ABC):
     def join(self, state: State, optimizers: Any, cohort: Any, is_cut: bool = False) -> None:
         """Merges the updates and reports of all processes at the end of a round.
 
-        ``is_cut``: whether this process ended the round before its last client. All processes then raise an error.
+        ``is_cut``: whether this process left the round before the last batch. All processes then raise an error.
         """
 
     @abstractmethod

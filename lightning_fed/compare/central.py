@@ -126,7 +126,7 @@ def _length_of(loader: Any) -> int:
 
 
 class _PooledRounds(RevertingCallback):
-    """Makes an epoch of pooled training as long as a federated round. Applies the federation's option ``frozen``."""
+    """Gives a pooled epoch as many examples as a federated round. Applies the federation's option ``frozen``."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation

@@ -35,7 +35,7 @@ class RoundLoader:
         visits: The planned training for each client in this process, in order.
         failed: Clients without usable data, with the reason.
         group: The current client's planned training. Several items if several clients train at once.
-        interrupting: Context manager. The time limit interrupts the code inside.
+        interrupting: Function that returns a context manager. The time limit interrupts the code inside.
         batches_left: Number of batches after the current batch, for ``group`` or for the padding at the round's end.
         num_skipped: Batches to skip in a resumed fit, because the earlier fit has trained on these.
         padding: Number of ``None`` batches at the round's end. With these, all processes have equally many batches.

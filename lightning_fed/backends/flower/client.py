@@ -45,9 +45,9 @@ def client_app(
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in Flower's folder (``FLWR_HOME``).
         bounds: Limits for work requested by the server; unlimited by default.
-        policy: File with rules for all answers to the server (:mod:`lightning_fed.backends.site`). If a given file is
-            missing, no answer is sent. The default is ``site_policy.toml`` in ``store``. If the default file never
-            existed, all answers are sent.
+        policy: File with the site's rules for requests and answers (:mod:`lightning_fed.backends.site`). If a given
+            file is missing, no answer is sent. The default is ``site_policy.toml`` in ``store``. If the default file
+            never existed, all answers are sent.
 
     Raises:
         ValueError: If ``trainer`` has an argument reserved for the server.

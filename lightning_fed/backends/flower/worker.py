@@ -1,4 +1,4 @@
-"""Worker: a long-running process with a client's model and data. Flower's short-lived processes call the worker."""
+"""Worker: builds model and data once, and answers messages forwarded by Flower's short-lived client processes."""
 
 from __future__ import annotations
 

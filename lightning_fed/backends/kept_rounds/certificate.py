@@ -1,4 +1,4 @@
-"""Writes and verifies a run's certificate, a signed list of file digests. The module does not import torch."""
+"""Writes and verifies a run's certificate, signed text on rounds and file digests. The module does not import torch."""
 
 from __future__ import annotations
 

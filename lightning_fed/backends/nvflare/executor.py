@@ -42,9 +42,9 @@ class FederationExecutor(Executor):  # type: ignore[misc]
         callbacks: Additional callbacks.
         store: Folder for client state, shared by all jobs; by default ``lightning-fed`` in the site's workspace.
         bounds: Limits for work requested by the server; unlimited by default.
-        policy: File with rules for all answers to the server (:mod:`lightning_fed.backends.site`). If a given file is
-            missing, no answer is sent. The default is ``site_policy.toml`` in ``store``. If the default file never
-            existed, all answers are sent.
+        policy: File with the site's rules for requests and answers (:mod:`lightning_fed.backends.site`). If a given
+            file is missing, no answer is sent. The default is ``site_policy.toml`` in ``store``. If the default file
+            never existed, all answers are sent.
 
     Example:
         >>> import torch

@@ -19,7 +19,7 @@ from lightning_fed.partitions.partitioned import FORWARDED
 class HalfData(EvaluationData):
     """Datamodule with the evaluation data of a server program or client program.
 
-    Training data come from :func:`read_data`. If a server has no data (``ClientsBatch()``), only the clients evaluate.
+    Training data come from :func:`read_data`. A server without data passes ``ClientsBatch()``: only clients evaluate.
     """
 
     def __init__(self, data: Any = None) -> None:

@@ -43,7 +43,7 @@ def ask_sum(
 
     ``visits`` name the clients to ask. After the key exchange, ``ask(visits, clients)`` sends the question to the
     clients with valid keys, and yields the masked answers. :func:`ask_sum` yields (client, reason) for each missing
-    client, and finally ``("sum", total)`` if enough clients answer. ``total.members`` lists the summed clients.
+    client, and finally ``("sum", update)`` if the sum succeeds. ``update.members`` lists the summed clients.
     """
     step = next(step for step in server.chain.steps if isinstance(step, SecureSum))
     server.report.round, server.report.failed = _ROUND, {}  # overwrites the last round's report

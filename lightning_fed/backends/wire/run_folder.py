@@ -47,7 +47,7 @@ def count_start(folder: Path) -> int:
 
 
 def read_clients(clients: int | Sequence[Client], folder: Path) -> int | Sequence[Client]:
-    """Returns ``clients``, or the stored names if ``clients`` is a number and the run resumes."""
+    """Returns ``clients``. If the run resumes and ``clients`` is the number of stored names, returns these names."""
     path = folder / "clients.json"
     if not (folder / "last.ckpt").exists() or not path.exists():
         return clients

@@ -50,13 +50,13 @@ class ClientSum:
     """Client side of the secure sums in a run.
 
     A client has two secrets: the seed of a private mask, and a secret for the masks in common with other clients. Every
-    client publishes public keys, splits both secrets into pieces, and sends each other client one piece of each secret,
-    encrypted. Then the client masks the update. Finally the client sends the server one piece for each client: a piece
-    of the seed if that client is in the sum, otherwise a piece of the second secret. The client never sends both.
+    client publishes public keys, splits both secrets into shares, and sends each other client an encrypted share of
+    each secret. Then the client masks the update. Finally the client sends the server one share per client: a share
+    of the seed if that client is in the sum, otherwise a share of the second secret, never both.
 
     A file stores the values for the next step, and each step deletes the previous file. A sum can restart with new
     keys. The client then unmasks again only for the same set of clients, because the difference between two sums could
-    reveal an update. ``share`` is the fraction of clients required to unmask a sum, more than one half.
+    reveal an update. The argument ``share`` is the fraction of clients required to unmask a sum, more than one half.
     """
 
     def __init__(self, folder: Path, run: str, client: Client, share: float, min_clients: int) -> None:
