@@ -36,7 +36,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file():
-    """Excludes tests from the search for examples in docstrings, which takes as long as the collection of the tests."""
+    """Excludes tests from the search for docstring examples, which takes as long as the collection."""
     return [collector for collector in (yield) if type(collector).__name__ != "DoctestModule"]
 
 
@@ -154,7 +154,7 @@ def one_look_at_installed_plugins():
 
 @pytest.fixture(autouse=True, scope="session")
 def logged_values_stay_on_their_device():
-    """Each ``self.log`` copies the metric to the device of the value: a tenth of a small fit."""
+    """Each ``self.log`` copies the metric to the value's device: a tenth of a small fit."""
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric  # noqa: TID251 - see above
 
     move = _ResultMetric.to
@@ -197,7 +197,7 @@ def signatures_are_read_once():
 
 @pytest.fixture(autouse=True, scope="session")
 def steps_are_not_profiled():
-    """Each step of an optimizer is a range for PyTorch's profiler: a fiftieth of a small fit."""
+    """Each optimizer step is a range for PyTorch's profiler: a fiftieth of a small fit."""
     from torch.autograd.profiler import record_function
 
     with pytest.MonkeyPatch.context() as patch:
@@ -219,7 +219,7 @@ def seeds_of_present_devices():
 
 @pytest.fixture(autouse=True, scope="session")
 def one_search_for_gpus():
-    """Without a GPU, each call of ``torch.cuda.device_count`` tries to load NVIDIA's library."""
+    """Without a GPU, ``torch.cuda.device_count`` tries to load NVIDIA's library in each call."""
     import torch
 
     with pytest.MonkeyPatch.context() as patch:
@@ -229,7 +229,7 @@ def one_search_for_gpus():
 
 @pytest.fixture(autouse=True, scope="session")
 def torch_logs_reach_the_root():
-    """In each phase of a test pytest adds two handlers to each logger that does not propagate; torch has about 60."""
+    """For each test, pytest adds six handlers to each logger without propagation: torch has about 60."""
     import torch  # noqa: F401 - creates the loggers
 
     for name in list(logging.root.manager.loggerDict):
