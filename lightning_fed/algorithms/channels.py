@@ -80,9 +80,10 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """Additional numbers in a client's update. The keys are the name of a :class:`Channel` and a parameter's name.
+    """Additional numbers in a client's update, for each :class:`Channel` and model parameter (by name).
 
-    ``octaves`` has the binary exponents of the checked numbers, with ``bounds="work"`` divided by the client's work.
+    ``numbers[channel][parameter]`` is one number. ``octaves[channel, parameter]`` has its binary exponent, to compare
+    clients. With ``bounds="work"``, the number is first divided by both values in :attr:`ChannelRule.work`.
     """
 
     num_samples: int
@@ -92,11 +93,11 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Running sums over the updates of clients with similar additional numbers, see :class:`Channel`.
+    """Running sums over one group of clients, with similar additional numbers (see :class:`Channel`).
 
-    The server finds clients with implausible numbers only after all updates. To exclude these clients, the server omits
-    whole sums, so clients with dissimilar numbers need separate sums. ``running`` is the mean model, and ``means`` has
-    the mean tensors of each channel. Subclasses of the rule can add ``sums``.
+    The server can judge numbers only after the round's last update, and then omits all sums of a group with implausible
+    numbers. ``running`` is the mean model, and ``means`` has the mean tensors of each channel. Subclasses of the rule
+    can add ``sums``.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)
@@ -148,10 +149,10 @@ class ChannelRule(AveragingAggregator):
     :meth:`end_visit` after local training. The server calls :meth:`finish` after the round's last update.
 
     Attributes:
-        octaves: Limit for numbers that grow with the amount of training (``bounds="work"``). The server divides such a
-            number by both measures in ``work``. Clients are excluded if both quotients are above the round's medians,
-            or both below, by more than a factor of about ``2 ** octaves``.
-        work: For each client, epochs and epochs times examples. With ``local_steps``, both are the number of steps.
+        octaves: Limit for numbers that grow with the amount of training (``bounds="work"``). The server divides each
+            number by both values in ``work``, and compares both results with the round's medians. A client is excluded
+            if both are too large, or both too small, by more than a factor of about ``2 ** octaves``.
+        work: Two values per client: epochs, and epochs times examples. With ``local_steps``, both are numbers of steps.
 
     Example:
         >>> class LastGradient(ChannelRule):

@@ -51,9 +51,10 @@ class FedNova(ChannelRule):
     2020, equations 8 to 10.
 
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
-    server compares each client's length per planned step with the round's median, and excludes clients beyond a factor
-    of about 8. With epochs, a limit of about 64 must be exceeded per epoch and per example. Momentum or schedulers per
-    batch increase this limit. The paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
+    paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``. The server excludes clients with
+    implausible lengths. With ``local_steps`` (and no stragglers), the length per planned step may differ from the
+    round's median by a factor of about 8. With epochs, the factor is about 64, or larger with momentum or schedulers
+    per batch. Then a client is excluded only if the length per epoch and the length per example both exceed the factor.
 
     - Sends: 1 model down, 1 up (and one number per parameter).
     - Keeps: nothing.
@@ -116,7 +117,7 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Simulates one more SGD step with gradient 1. Returns the momentum buffer and the distance after each step."""
+        """Adds one step to a client's length, see :class:`FedNova`. Returns the momentum b_k and lengths d_1 to d_k."""
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length
@@ -130,7 +131,7 @@ class FedNova(ChannelRule):
         return momentum, lengths
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Sends the steps' total length, :math:`d_K` in :class:`FedNova`, by parameter; 0 without optimizer steps."""
+        """Sends the client's length, see :class:`FedNova`, for each parameter; 0 without optimizer steps."""
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad or name in visit.records:
                 _, lengths = visit.records.get(name, (0.0, [0.0] * max(1, visit.steps)))

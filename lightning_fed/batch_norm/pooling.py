@@ -104,9 +104,9 @@ def limit_counts(
 ) -> list[State]:
     """Limits the weights of clients in pooled statistics, because a client may report false numbers.
 
-    The weight is a report's ``count``. In each layer, client k's new count is ``c * counted[k]``, at least 1, with the
-    same c for all clients. Let m be the clients' median of ``count / reported[k]``, the number of values per example.
-    Then ``c = m * min(reported[k] / counted[k])``, so that no new count exceeds ``m * reported[k]``.
+    A client's weight in a layer is ``count``, the number of values. The new weight of client k is ``c * counted[k]``,
+    but at least 1. Here ``c = m * min(reported / counted)`` and ``m = median(count / reported)``, both over all
+    clients. So m is a typical number of values per example, and ``c * counted[k]`` is at most ``m * reported[k]``.
 
     Args:
         reports: Client statistics from :meth:`InputStatistics.as_extras`, including ``count``, the number of values.

@@ -72,8 +72,8 @@ class _Labels:
 class _Origin:
     """Describes how a tensor was computed in a training step.
 
-    Batch tensors with indices ``leaves`` and losses with indices ``losses`` were used. A loss such as Dice sums a
-    product of probabilities and labels. For this product, ``product`` is the loss's index.
+    The tensor depends on batch tensors with indices ``leaves``, and losses with indices ``losses``. If the tensor is a
+    product of probabilities and labels, to be summed for a loss such as Dice, ``product`` is the index of this loss.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -110,8 +110,8 @@ class ClassLosses:
     """Finds a training step's classification losses, and the layers with the class scores.
 
     The search finds cross-entropies, binary cross-entropies and negative log-likelihoods, also if computed by
-    ``gather``. Dice and focal losses are found as sums over p * y or p - y, for probabilities p and labels y in {0, 1}.
-    Between layer and loss only simple operations are allowed, such as softmax, masks and means.
+    ``gather``. Dice and focal losses are recognized by a sum over p * y or p - y. Here p is a probability, and y is a
+    label, 0 or 1. Between layer and loss only simple operations are allowed, such as softmax, masks and means.
 
     Example:
         >>> head, inputs, labels = nn.Linear(2, 3), torch.ones(4, 2), torch.tensor([0, 1, 2, 0])

@@ -63,17 +63,16 @@ class CommunicationReport(FederatedCallback):
     would send all parameters and buffers. Messages outside training, for example for BatchNorm statistics, appear only
     in ``comm/down_bytes`` and ``comm/up_bytes``.
 
-    Every round, the callback logs ``comm/down_share`` and ``comm/up_share``: bytes divided by the bytes of federated
-    averaging. :meth:`table` shows means over clients and rounds, :attr:`rows` and :meth:`to_csv` single rounds.
-
-    Checkpoints contain ``rows``, the fields of :class:`Traffic` by round, client and part. Rounds before the last
-    ``client_rounds`` have only sums over clients. For these rounds, ``visits`` contains the numbers of contacted
-    clients and received updates.
+    Every round, the callback logs ``comm/down_share`` and ``comm/up_share``: the bytes sent, divided by the bytes for
+    federated averaging. :meth:`table` shows means over clients and rounds. :attr:`rows` and :meth:`to_csv` contain a
+    :class:`Traffic` for each round, client and part. Rounds before the last ``client_rounds`` have only sums over
+    clients. Checkpoints contain ``rows``, and ``visits``: the numbers of contacted clients and received updates in
+    rounds with only sums.
 
     Args:
         parts: Prefixes of parameter and buffer names, one per part, such as ``["model.head"]``. Other tensors form the
             part ``"(rest)"``. By default the parts are the outermost submodules.
-        client_rounds: Number of recent rounds with separate values per client. For earlier rounds only sums are stored.
+        client_rounds: Number of recent rounds with separate values per client. Earlier rounds have only sums.
 
     Raises:
         ValueError: If ``client_rounds`` is below 0; in ``fit``, if no parameter or buffer matches a prefix.

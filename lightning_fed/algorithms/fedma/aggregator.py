@@ -151,7 +151,7 @@ class FedMA(Aggregator):
         """Describes the clients' network to this rule, before a fit's first round.
 
         Each of the ``stages`` is a set of layers matched in one round. ``entries`` has the shapes and dtypes of shared
-        tensors. Raises ``OptionError`` if a resumed fit has matched some stages, and ``stages`` begins differently.
+        tensors. If a fit resumes after k stages, a change in these k stages raises ``OptionError``.
         """
         current = self._open_pass
         if current is not None:

@@ -56,7 +56,7 @@ class MatchingPass:
 
     @property
     def step_before(self) -> Tensor:
-        """Value of :attr:`step` one round earlier, as stored by clients with an update in the latest round."""
+        """Value of :attr:`step` sent in the latest round. Clients store this value with the trained model."""
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:

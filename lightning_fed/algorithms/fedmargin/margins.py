@@ -134,8 +134,8 @@ def aggregate_prototype_margin(
     Args:
         after: The client's prototypes :math:`p_k^1` after local training.
         reference: Prototypes :math:`\bar P`, see :func:`~lightning_fed.algorithms.fedmargin.reference_prototypes`.
-        margin: Kind of the margin SPM of one class, see :func:`class_margins`. "gain" needs two sets of prototypes from
-            the same client, so the APM then uses "hypothesis".
+        margin: Formula for the margin SPM in each class, see :func:`class_margins`. "gain" is replaced by "hypothesis",
+            because "gain" compares a client's prototypes before and after training.
         class_reduction: Same as in :func:`local_prototype_margin`.
 
     Raises:

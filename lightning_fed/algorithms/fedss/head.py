@@ -167,8 +167,8 @@ class SampledSoftmaxHead(LogitsLayer):
     def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Computes FedSS's loss while a client trains, and otherwise the ordinary softmax loss.
 
-        The result equals ``F.cross_entropy(head(features), target)``. With "negonly" or a margin, ``head`` needs labels
-        from :meth:`begin_batch` in training, but this method also accepts other features, with labels as ``target``.
+        The result equals ``F.cross_entropy(head(features), target)``. With a margin or the "negonly" objective, logits
+        in training depend on labels. Then ``head`` needs labels from :meth:`begin_batch`; this method uses ``target``.
 
         Args:
             features: Features, shape ``(*, in_features)``.

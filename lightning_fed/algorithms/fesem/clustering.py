@@ -68,7 +68,7 @@ def k_means(
 
 @torch.no_grad()
 def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
-    """Converts N states to points, float64 ``(N, N)``, with the same pairwise distances over the tensors ``names``."""
+    """Maps N states to N points, float64 ``(N, N)``, preserving Euclidean distances over the tensors ``names``."""
     products = torch.zeros(len(states), len(states), dtype=torch.float64)
     for name in names:
         rows = [state[name].detach().flatten() for state in states]

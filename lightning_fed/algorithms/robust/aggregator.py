@@ -43,14 +43,15 @@ def shares_of(update: ClientUpdate) -> dict[Client, float]:
 class RobustAggregator(Aggregator):
     """Base class of aggregation rules for federations with some malicious clients.
 
-    Subclasses implement :meth:`combine`, which receives all updates of a round. An update is the client's model minus
-    the global model, as one vector of all shared floating-point values. Below, f clients are assumed to be malicious.
-    BatchNorm's running statistics are averaged without the f smallest and f largest values. Integers take the majority
-    value. A subclass sets ``least = (a, b)``: a round needs at least ``a f + b`` updates, or one for f = 0. Otherwise
-    the round fails. In a round, each refused update (such as NaN values) reduces a given ``num_malicious`` by one.
+    Subclasses implement :meth:`combine`, which receives the round's updates. An update is the client's model minus the
+    global model, as one vector of floating-point values. Two kinds of values are combined separately. BatchNorm's
+    running statistics are averaged without the f smallest and f largest values, for f malicious clients. Integers take
+    the majority value. A subclass sets ``least = (a, b)``: a round with fewer than ``a f + b`` updates fails. If f = 0,
+    one update suffices.
 
     Args:
         num_malicious: Number f of malicious clients per round; by default the largest number that the rule tolerates.
+            The round's refused updates, for example with NaN values, are subtracted from a given number.
 
     Note:
         Logs ``fed/excluded``, the number of clients excluded from the result. A client with weight w in the result

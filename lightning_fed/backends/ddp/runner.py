@@ -160,11 +160,11 @@ class RankRunner(ClientRunner):
 
 
 class RankSide(RemoteServerSide):
-    """Stands in for the server in a training process. Delays writing a file until the other processes have read it."""
+    """Stands in for the server in each of the processes that train a client together."""
 
     def start(self, fit: FederatedFit) -> None:
         strategy = fit.trainer.strategy
-        # The other processes read the stored tensors before the first process writes.
+        # Only the first process writes the file with stored tensors, so waits until the other processes have read it.
         if fit.trainer.is_global_zero:
             strategy.barrier()
         super().start(fit)

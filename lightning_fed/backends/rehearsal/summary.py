@@ -33,8 +33,9 @@ def rank_outcomes(outcomes: Sequence[Outcome]) -> list[Outcome]:
 def suggest_deadline(plan: Plan, outcomes: Sequence[Outcome]) -> str:
     """Suggests arguments for :class:`Deadline` from the answer times in simulated fits.
 
-    ``seconds`` is 1.2 times the 99 % quantile of the answer times. In 95 % of the rounds, at least ``min_clients``
-    valid updates arrived. ``rest`` is the time limit after ``min_clients`` answers: the 95 % quantile minus the median.
+    The time limit is ``seconds = 1.2 * q(99 %)``, with quantiles q of the answer times. After ``min_clients`` answers,
+    a shorter limit starts, ``rest = q(95 %) - q(50 %)``. For ``min_clients``, the function suggests a number of valid
+    updates reached in 95 % of the rounds.
     """
     times = [seconds for outcome in outcomes for seconds in outcome.answer_seconds]
     if not times:

@@ -81,7 +81,7 @@ class Order:
 
     ``answer`` is the kind of the requested answer, and ``text`` the message without signature. ``client`` is ``None``
     if the server asks for the clients' names. ``sum_size`` is the number of clients in a secure sum, if known.
-    ``stage`` is this sum's step. ``head``: number and digest of the last log line reported by the site to the server.
+    ``stage`` is the sum's step, such as ``"keys"``. ``head``: number and digest of the site's last reported log line.
     """
 
     answer: str

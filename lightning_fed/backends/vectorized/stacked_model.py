@@ -257,11 +257,11 @@ def empty_stack(value: Tensor, size: int) -> Tensor:
 
 
 def stack_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
-    """Sets each parameter's data to a stacked tensor in ``values`` (first axis: clients). Repeats optimizer states."""
+    """Sets parameters to ``values`` of several clients (first axis), to train all at once. Copies optimizer states."""
     for parameter, value in zip(parameters, values, strict=True):
         for optimizer in optimizers:
             state = optimizer.state.get(parameter, {})
             for key, entry in state.items():
-                if isinstance(entry, Tensor) and entry.shape == parameter.shape:
+                if isinstance(entry, Tensor) and entry.shape == parameter.shape:  # one copy per client
                     state[key] = entry.expand(len(value), *entry.shape).clone()
         set_tensor_data(parameter, value)

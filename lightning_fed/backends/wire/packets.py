@@ -79,7 +79,7 @@ class TrainRequest:
         run: Name of the fit.
         visit: The local training to execute.
         kept: Round in which the client stored the state to start from; -1 without stored state.
-        needed: Round number. From earlier rounds, the client keeps only the newest state. 0 keeps all states.
+        needed: Round number. The client deletes states from earlier rounds, except the newest. 0 deletes nothing.
         seed: Seed for the construction of the model.
         frozen: Hash of the frozen model tensors, to compare with the client's frozen tensors.
         hyperparameters: Optimizer options, and initial states of per-step schedulers and loss scaler.

@@ -55,7 +55,7 @@ class ClientSum:
     of the seed if that client is in the sum, otherwise a share of the second secret, never both.
 
     A file stores the values for the next step, and each step deletes the previous file. A sum can restart with new
-    keys. The client then unmasks again only for the same set of clients, because the difference between two sums could
+    keys. In one round, a client never unmasks two sums over different sets of clients, because the difference could
     reveal an update. The argument ``share`` is the fraction of clients required to unmask a sum, more than one half.
     """
 

@@ -9,9 +9,9 @@ Vectors contain integers modulo 2^32. Client u masks vector x_u by
 
 with a pseudo-random generator PRG, a private seed b_u and a pairwise seed s_uv = s_vu. Pairwise masks cancel in the
 sum: one client adds the mask, the other client subtracts the mask. Every client has two secrets: b_u, and a secret from
-which all s_uv derive. Both are split into shares for all clients, and any ``least`` clients can restore either secret.
-If client u is in the sum, the server restores b_u. If client u is lost, the server restores the secret for s_uv.
-Restoring both would reveal x_u, and is refused.
+which all s_uv derive. Each secret is split into shares, one per client. A minimum number of shares (``least``, more
+than half) restores the secret. If client u is in the sum, the server restores b_u. If client u is lost, the server
+restores the secret for s_uv. Restoring both would reveal x_u, and is refused.
 """
 
 from __future__ import annotations
