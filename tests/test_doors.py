@@ -159,7 +159,7 @@ REFUSED = {  # name: (Trainer arguments, federation options, makes the module, m
     ),
     "scheduler with a frequency": ({}, {}, bad_scheduler(frequency=2), "use frequency=1 .* or interval='epoch'"),
     "plateaus of a client": (
-        {}, {}, bad_scheduler(monitor="train_loss", strict=False), "ReduceLROnPlateau.* or interval=.epoch.",
+        {}, {}, bad_scheduler(monitor="train_loss", strict=False), "and ReduceLROnPlateau.* or interval=.epoch.",
     ),
 }  # fmt: skip
 if RequirementCache("lightning>=2.6"):  # earlier versions do not accept a time

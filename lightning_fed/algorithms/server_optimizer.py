@@ -146,8 +146,8 @@ class ServerOptimizer(UpdateStep):
             self._is_elementwise = self._goes_by_element()
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"Expected `optimizer` to work with only gradients and the arguments {self.optimizer_kwargs}, but "
-                f"{name} failed: {error}"
+                "Expected `optimizer` to step from dense gradients without a closure, with the arguments "
+                f"{self.optimizer_kwargs}, but {name} failed: use another optimizer or other arguments. {error}"
             ) from error
         if not value.isfinite():
             raise ValueError(f"Expected finite arguments for {name}, but got {self.optimizer_kwargs}.")

@@ -71,8 +71,8 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
     option, rounds = fit.batch_norm.treatment, fit.trainer.max_epochs
     if isinstance(option, FixedStatistics) and option.after and rounds is not None and 0 <= rounds <= option.after:
         _log.warning(
-            "batch_norm=%r never fixes the running statistics of BatchNorm layers, because the fit ends after %d "
-            "rounds: the statistics are averaged until then.",
+            "batch_norm=%r never freezes the running statistics of BatchNorm layers, because the fit ends after %d "
+            "rounds: every round averages the statistics.",
             option,
             rounds,
         )

@@ -87,7 +87,9 @@ class LabelDescription(NamedTuple):
     def is_known(self, callback: str) -> bool:
         """True if the labels' position is known. Otherwise logs that the callback draws no pictures before a fit."""
         if self.target is None:
-            rank_zero_info(f"{callback} draws no pictures without a fit: pass `{callback}` a `target`.")
+            rank_zero_info(
+                f"{callback} draws no pictures before a fit, because labels are unknown: pass `{callback}` a `target`."
+            )
         return self.target is not None
 
 

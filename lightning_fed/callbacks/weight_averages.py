@@ -164,9 +164,9 @@ class WeightAverages(FederatedCallback):
         if not self.has_steps:
             if self._methods[0].original(step_idx=step_idx):
                 raise MisconfigurationException(
-                    f"Expected {self._name}.should_update to be true for a `step_idx` below {len(_TRIED_STEPS[0])}, or "
-                    f"never, but the first true value is for {step_idx}. The federation tries these steps before the "
-                    f"first round: start averaging earlier, or {_AFTER_ROUNDS}."
+                    f"Expected {self._name}.should_update to be true before step {len(_TRIED_STEPS[0])} or at no step, "
+                    f"but is first true at step {step_idx}, which the federation does not try before the first round: "
+                    f"start averaging earlier, or {_AFTER_ROUNDS}."
                 )
             return False
         steps = self._base + trainer.global_step - self._first_step

@@ -171,8 +171,8 @@ class CarriedAttributes:
         if names:
             known.named.update(names)
             _log.warning(
-                "Round %d: visits changed these attributes of %s: %s. Their values pass from client to client "
-                "outside the messages: %s.",
+                "Round %d: visits changed these attributes of %s: %s. Their values pass from client to client, "
+                "although the federation does not send the values. To prevent this, %s.",
                 round_number(round),
                 type(self._module).__name__,
                 _listed(names),

@@ -61,7 +61,9 @@ def extract_features(
             sample.is_awaited = True
             model(find_inputs(batch, inputs).to(device))
             if sample.is_awaited:
-                raise ValueError(f"Expected the model to compute its features, but {feature_layer} did not run.")
+                raise ValueError(
+                    f"Expected the model to compute its features, but {feature_layer} did not run: change `layer`."
+                )
     if sample.vectors is None:
         raise ValueError("Expected at least one batch, but got none.")
     return sample.vectors

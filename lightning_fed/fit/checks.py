@@ -201,10 +201,9 @@ def _check_optimizers(trainer: L.Trainer, keeps_optimizers: bool) -> None:
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and (config.frequency != 1 or config.reduce_on_plateau):
             raise MisconfigurationException(
-                "A per-step scheduler restarts in each client's local training, so `frequency` and `ReduceLROnPlateau` "
-                "cannot count batches across clients: use frequency=1 with another scheduler, or interval='epoch' (one "
-                "step per round), but got "
-                f"frequency={config.frequency} and {type(config.scheduler).__name__}."
+                "Expected a per-step scheduler with frequency=1, other than ReduceLROnPlateau, but got frequency="
+                f"{config.frequency} and {type(config.scheduler).__name__}. The scheduler restarts for every client: "
+                "use frequency=1 with another scheduler, or interval='epoch' (one step per round)."
             )
 
 

@@ -74,7 +74,7 @@ def decide_policies(
     for name in sliced:
         if policies.get(name) != "shared":
             raise OptionError(
-                f"Expected {name!r}, of which clients request single rows, to be a shared entry, but "
+                f"Expected {name!r} to be shared (not `personal` or `frozen`), because clients request its rows, but "
                 f"{'it is ' + policies[name] if name in policies else 'the model has no such entry'}."
             )
         policies[name] = "sliced"
@@ -117,8 +117,8 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
     names = sorted(name for name in unset if policies.get(name) == "shared")
     if names:
         _log.info(
-            "%d buffers with NaN or infinite initial values are not sent (%s): every visit starts with the server's "
-            "values of these buffers.",
+            "%d buffers with NaN or infinite initial values are not sent (%s): changes of these buffers in a visit are "
+            "discarded after the visit.",
             len(names),
             list_first(names),
         )

@@ -205,9 +205,9 @@ def _trace(
         unused = [child for child in children if child not in used]
         if unused:
             rank_zero_warn(
-                f"`forward` does not use these children, so their inputs are unknown: {list_first(unused)}. If "
-                "training passes features to these children, name the layers that compute these features in `pin` of "
-                "`PermutationGroups.of` or `LayerwiseTraining`."
+                f"`forward` does not use these submodules, so their inputs are unknown: {list_first(unused)}. If "
+                "training passes features to these submodules, name the layers that compute these features in `pin` of "
+                "`PermutationGroups.of` or `LayerwiseTraining`: otherwise matching may reorder the features."
             )
     return tracer
 

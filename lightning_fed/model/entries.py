@@ -425,8 +425,8 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
             for name, layer in first_layers.items():
                 if name in selected and layer not in inner:
                     raise OptionError(
-                        f"Expected layer types in `{option}` to match the first layer that contains a shared tensor, "
-                        f"but {selector.__name__} matches only a later layer with the shared tensor {name!r}: use the "
+                        f"Expected a layer type in `{option}` to match the first layer with a tied tensor, but "
+                        f"{selector.__name__} matches only a later layer with the tied tensor {name!r}: use the "
                         f"first layer's type, {type(layer).__name__}, or the name of the tensor."
                     )
         if not selected:

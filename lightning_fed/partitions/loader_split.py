@@ -112,8 +112,8 @@ def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClien
         )
     if partition.transform(clients[0][0], seed) is not None:
         raise OptionError(
-            f"{type(partition).__name__} changes samples, but several loaders, or a loader without a batch size, can "
-            "only be split by a partition without such a change: use a single loader with a batch size, or give each "
+            f"{type(partition).__name__} changes samples, which requires a single loader with a batch size, but got "
+            "several loaders, or a loader without a batch size: use a single loader with a batch size, or give each "
             "client its own loaders in a FederatedDataModule."
         )
 

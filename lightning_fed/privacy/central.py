@@ -176,7 +176,9 @@ class CentralDP(UpdateStep):
     def begin(self, budget: Budget, key: int) -> None:
         """Sets the budget and the secret noise key before a fit. Refuses another budget in a resumed fit."""
         if self.budget is not None and self.budget != budget:
-            raise OptionError(f"Expected the privacy budget of earlier rounds, {self.budget}, but got {budget}.")
+            raise OptionError(
+                f"Expected the privacy budget of earlier rounds, {self.budget}, but got {budget}: use the same options."
+            )
         self.budget, self.key = budget, key
         self.step_noise  # noqa: B018 - raises
 
@@ -198,9 +200,9 @@ class CentralDP(UpdateStep):
         twice = 2 * self.count_noise * self.budget.cohort / self.sensitivity
         if z >= twice:
             raise OptionError(
-                f"Expected a noise multiplier below {twice:g} with adaptive=True, but got {z:g}: the noised number of "
-                "clipped updates would use the whole privacy budget. Use a smaller noise multiplier (larger epsilon), "
-                "or more clients per round."
+                f"Expected a noise multiplier below {twice:g} with adaptive=True, but got {z:g}. The noisy count of "
+                "clipped updates would leave no privacy budget for the updates: use a smaller noise multiplier (larger "
+                "epsilon), or more clients per round."
             )
         return float((z**-2 - twice**-2) ** -0.5)
 

@@ -125,7 +125,7 @@ class ExampleGradients:
         if not isinstance(output, Tensor) or not inputs or not all(isinstance(value, Tensor) for value in inputs):
             raise MisconfigurationException(
                 f"The layer {self._names[layer]!r} ({type(layer).__name__}) is not called with positional tensors, or "
-                "does not return a tensor, so per-example gradients are unknown."
+                "does not return a tensor, so per-example gradients are unknown: change the call, or freeze the layer."
             )
         if type(layer) is nn.Linear and output.ndim > 2:
             output = output.clone()  # a view would lose the hook in an in-place operation

@@ -54,10 +54,9 @@ def check_estimate(fit: FederatedFit) -> None:
         steps = count_scheduler_steps(fit, trainer.max_epochs, trainer.accumulate_grad_batches)
     if estimate != steps:
         _log.warning(
-            "`trainer.estimated_stepping_batches` (%s) counts the steps of all clients. Every visit starts "
-            "with the scheduler's state from the start of the round. The next round starts with the state after the "
-            "visit with the median number of steps, so in this fit a per-step scheduler makes %s steps: pass "
-            "`lightning_fed.scheduler_steps(trainer)` to the scheduler instead.",
+            "`trainer.estimated_stepping_batches` (%s) counts the steps of all clients, but a round advances a "
+            "per-step scheduler only by the median number of steps in a client's training, so in this fit the "
+            "scheduler makes %s steps: pass `lightning_fed.scheduler_steps(trainer)` to the scheduler instead.",
             estimate,
             steps,
         )

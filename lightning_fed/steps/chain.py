@@ -73,8 +73,8 @@ class Chain:
             if any(is_overridden(hook, step, UpdateStep) for hook in ("on_client", "on_server", "hold")):
                 raise OptionError(
                     f"Expected `{type(step).__name__}` before `{type(self.steps[self._num_whole]).__name__}` in "
-                    "`steps`, but got the reverse order: exchange the two steps, because the former needs a whole "
-                    "model, and the latter encodes the model."
+                    "`steps`, because the first step needs a whole model, and the second encodes the model, but got "
+                    "the reverse order: exchange the steps."
                 )
         self.held: list[Held | None] = [None] * len(self.steps)
         self._state: State = {}

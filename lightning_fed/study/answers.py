@@ -62,8 +62,8 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
     all_runs = [run for seeds in runs.values() for run in seeds.values()]
     if any(run["cases"] != first["cases"] for run in all_runs):
         raise MisconfigurationException(
-            "Expected equal cases at each site in every run, but the cases differ: fix the split with a seed for data"
-            " and partition (`-- --data.seed 0`), or give clients with fixed data."
+            "Expected the same cases at a site in every run, but the cases differ: fix the split with a seed for data"
+            " and partition (end the command with `-- --data.seed 0`), or use a FederatedDataModule with fixed data."
         )
     kinds = set.intersection(*(set(run) for run in all_runs))
     if "positives" in kinds:

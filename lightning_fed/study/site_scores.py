@@ -151,7 +151,10 @@ class SiteScores(AskableCallback):
         with federation.averages_in_place():
             answers = federation.ask(module, self, clients, {}, own=True)
         if answers.failed or federation.has_lost_entries:
-            raise MisconfigurationException(f"Expected a model for every site, but some are lost: {answers.failed}.")
+            raise MisconfigurationException(
+                "Expected a model for every site, but the checkpoint lacks clients' states, or clients failed "
+                f"({answers.failed}): correct the causes in the log, and repeat the run."
+            )
 
     def _check_data(self, trainer: L.Trainer) -> None:
         if not has_clients(trainer, self.stage):

@@ -180,7 +180,9 @@ def vgg9(
     side = _at_least_one(input_size // 2 // 2 // 2, input_size, 8)
     a, b, c, d, hidden = (int(width * channels) for channels in (32, 64, 128, 256, 512))
     if a < 1:
-        raise ValueError(f"Expected `width` to leave at least one of 32 channels, but got {width}.")
+        raise ValueError(
+            f"Expected `width`, a factor for the numbers of channels, to be at least 1/32, but got {width}."
+        )
     features = [
         *(nn.Conv2d(in_channels, a, 3, padding=1), nn.ReLU()),
         *(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),

@@ -50,7 +50,7 @@ class NamedLoss(nn.Module):
             if name not in LOSS_NAMES or (is_ours and options):
                 raise ValueError(
                     f"Expected `loss` to be a function or a sum of {', '.join(map(repr, LOSS_NAMES))} (with "
-                    f"`name:option=value` for options of smp), but got {text!r}."
+                    f"`name:option=value` for options of segmentation_models_pytorch), but got {text!r}."
                 )
             if name == "fedseg" and (mode != "multiclass" or ignore_index is None):
                 raise ValueError(

@@ -349,7 +349,7 @@ def test_statistics_that_are_never_fixed(after, count, federated_trainer, caplog
     trainer = federated_trainer(max_rounds=2, batch_norm=FixedStatistics(after))
     with caplog.at_level(logging.WARNING):
         trainer.fit(models.Module(models.norm_mlp(), models.sgd), models.as_datasets(models.vectors()))
-    assert sum("never fixes the running statistics" in message for message in caplog.messages) == count
+    assert sum("never freezes the running statistics" in message for message in caplog.messages) == count
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------

@@ -673,5 +673,6 @@ def test_without_a_fit_a_line_asks_for_a_target(tmp_path, caplog):
         make_trainer(logger, [SegmentationImages()]).validate(ThirdTensor(), DataLoader(triples()), verbose=False)
     assert steps(logger) == []
     assert [message for message in caplog.messages if "pass `SegmentationImages` a `target`" in message] == [
-        "SegmentationImages draws no pictures without a fit: pass `SegmentationImages` a `target`."
+        "SegmentationImages draws no pictures before a fit, because labels are unknown: pass "
+        "`SegmentationImages` a `target`."
     ]

@@ -310,9 +310,9 @@ def test_lightnings_hooks_see_the_batch_as_it_came(federated_trainer):
         ({"method": FeSEM(2)}, {}, "FeSEM needs whole entries"),
         ({"optimizer_state": "keep"}, {}, "use optimizer_state='reset'"),
         ({}, {"sliced": ()}, r"requests rows of \['net.words.weight'\], which are sent as a whole"),
-        ({}, {"sliced": ["net.word"]}, "'net.word', .*, but the model has no such entry"),
-        ({"personal": ["net.words.*"]}, {}, "'net.words.weight', .*, but it is personal"),
-        ({"frozen": ["net.words.*"]}, {}, "'net.words.weight', .*, but it is frozen"),
+        ({}, {"sliced": ["net.word"]}, "'net.word' to be shared .*, but the model has no such entry"),
+        ({"personal": ["net.words.*"]}, {}, "'net.words.weight' to be shared .*, but it is personal"),
+        ({"frozen": ["net.words.*"]}, {}, "'net.words.weight' to be shared .*, but it is frozen"),
     ],
 )
 def test_what_does_not_go_together(options, callback, message, federated_trainer):

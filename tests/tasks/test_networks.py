@@ -185,7 +185,7 @@ def test_refusals(arguments, message):
 
 
 def test_no_layer_without_channels():
-    with pytest.raises(ValueError, match=r"`width` to leave at least one of 32 channels, but got 0\.01"):
+    with pytest.raises(ValueError, match=r"`width`, .*, to be at least 1/32, but got 0\.01"):
         build_network("vgg9", 10, 3, 32, width=0.01)
 
 

@@ -206,8 +206,8 @@ class FeatureFusion(FederatedCallback):
         self._is_untrained = self._is_untrained and not has_fusion
         if is_fitting(trainer) and names and not has_fusion:
             raise MisconfigurationException(
-                "Expected a checkpoint of a fit with fusion, but got one without fusion, whose optimizer states lack "
-                "the operator: begin a new fit with its weights, "
+                "Expected a checkpoint of a fit with fusion, but got one without fusion, so its optimizer state lacks "
+                "the fusion operator's parameters: begin a new fit with the checkpoint's weights, "
                 "module.load_state_dict(torch.load(path)['state_dict'])."
             )
 
@@ -280,8 +280,8 @@ class FeatureFusion(FederatedCallback):
             self._caches = False
             network = type(self.fusion.network).__name__
             rank_zero_warn(
-                "`cache_global_features` found no input again in a second pass over the data, probably because of"
-                " augmentation. The cache is disabled."
+                "`cache_global_features` is disabled: in a second pass over the data, no input equals an input from the"
+                " first pass, probably because of augmentation."
                 if cache.misses
                 else f"`cache_global_features` has no effect: the inputs of {network} are not a single tensor."
             )

@@ -53,7 +53,7 @@ class FrozenExtractor:
             return error.features
         if self.layer != FeatureLayer(""):
             raise RuntimeError(
-                f"Expected {type(self.network).__name__} to run {self.layer}, but this layer did not run."
+                f"Expected {type(self.network).__name__} to run {self.layer}, but this layer did not run: name another."
             )
         self.is_plain = is_plain(args, kwargs, features)
         return features

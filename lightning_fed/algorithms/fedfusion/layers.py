@@ -173,8 +173,8 @@ class FusionLayer(nn.Module):
             reference, self._reference = self._reference, None
             if reference is None:
                 raise RuntimeError(
-                    f"Expected {self.layer} to run once per call to {type(self.network).__name__}, but the layer ran"
-                    " again or outside a call: name another layer in `at`, or the called module in `network`."
+                    f"Expected {self.layer} to be computed once per {type(self.network).__name__} call, but the layer"
+                    " ran twice or without a call: name another layer in `at`, or the called module as `network`."
                 )
         else:
             reference = {name: local[name].detach() for name in self.operators}

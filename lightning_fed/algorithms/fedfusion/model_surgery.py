@@ -61,7 +61,9 @@ def fuse(
     if hasattr(module, FUSION) or find_fusion(module) is not None:
         raise ValueError(f"Expected {type(module).__name__} without `{FUSION}`, but the module has one: use `unwrap`.")
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
-        raise ValueError(f"Expected a module that can hold another submodule, but got {type(module).__name__}.")
+        raise ValueError(
+            f"Expected no container of layers, but got {type(module).__name__}: wrap the container in a module."
+        )
     extractor = find_extractor(module, at, network)
     root = module.get_submodule(extractor.network)
     if channels == "infer" and operator != "none":
@@ -146,8 +148,8 @@ def plain_state(state: Mapping[str, Tensor]) -> State:
     convolutions = [name for name in inside if state[name].ndim > 1]
     if convolutions:
         raise ValueError(
-            f"Expected a state with a removable fusion, but {convolutions[0]!r} is a convolution: load the state into a"
-            " model with fusion, and `unwrap` the model."
+            f"Expected a state without 'conv' fusion, but {convolutions[0]!r} is a convolution, which the model needs:"
+            " load the state into a model with fusion, and `unwrap` the model."
         )
     return {name: value for name, value in state.items() if name not in inside}
 
@@ -189,7 +191,7 @@ def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:
     if not fusion.is_plain:
         raise ValueError(
             "Expected the fused layer to have one input and one feature tensor, so that a convolution can replace the "
-            f"fusion, but the layer of {extractor} has other inputs or outputs: keep the fusion, or train with 'multi'."
+            f"fusion, but at {extractor} the layer has other inputs or outputs: keep fusion, or use operator='multi'."
         )
     ndim, (operator,) = ndims[0], operators
     channels = len(operator.weight)

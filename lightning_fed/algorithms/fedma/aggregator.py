@@ -201,10 +201,13 @@ class FedMA(Aggregator):
     def start(self, info: RoundInfo, state: State) -> None:
         if not self._stages:
             raise RuntimeError(
-                "Expected the network to be set, but it is not: call `prepare`, or fit with `LayerwiseTraining`."
+                "Expected a call to `FedMA.prepare` before the first round, but got none: fit with `LayerwiseTraining`."
             )
         if self._open_pass is not None and not self._pass(info.round).stage:
-            _log.warning("Round %d: the previous round failed, so a new pass starts.", round_number(info.round))
+            _log.warning(
+                "Round %d: the previous round failed, so matching restarts with the first layers.",
+                round_number(info.round),
+            )
         self._info, self._state, self.received, self._metrics = info, state, {}, {}
         self._changed = frozenset[str]()
         if self._last_pass is not None and not self._pass(info.round).stage:
@@ -281,7 +284,7 @@ class FedMA(Aggregator):
             match.state.update(self._output_means(updates, stage_groups, match))
         fault = find_non_finite(match.state)
         if fault is not None:
-            _log.error("Round %d: the matched stage is not used: %s.", round_number(self._info.round), fault)
+            _log.error("Round %d: matching failed and restarts next round: %s.", round_number(self._info.round), fault)
             return None
         dropped = sorted(map(str, current.assignments.keys() - self.received.keys()))
         if dropped:

@@ -193,10 +193,10 @@ class SampledSoftmax(FederatedCallback):
         void = task.ignore_index
         if not has_same_parameters(module, task.layer, str(self._head_name)) or (void is not None and void >= 0):
             raise MisconfigurationException(
-                f"Expected the loss to use the outputs of {self._head_name!r} and no `ignore_index` of 0 or more, but "
-                f"the loss uses the outputs of {task.layer!r} and `ignore_index={void}`. In training, labels become "
-                "indices of a client's classes, and such an `ignore_index` could equal a real class's index: replace "
-                f"the ignored label by -100 in the data, or {remedy}."
+                f"Expected the loss to use the outputs of {self._head_name!r}, with a negative or no `ignore_index`, "
+                f"but the loss uses the outputs of {task.layer!r}, with `ignore_index={void}`. In training, labels"
+                " become indices of a client's classes, so an `ignore_index` of 0 or more could exclude a class:"
+                f" replace the ignored label by -100 in the data, or {remedy}."
             )
         return task.target
 

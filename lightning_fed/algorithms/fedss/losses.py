@@ -218,7 +218,9 @@ def sampled_softmax_loss(
     columns = target[target != -100]
     wrong = torch.unique(columns[~torch.isin(columns, is_positive.nonzero())])
     if len(wrong):
-        raise ValueError(f"Expected only columns of positive classes, or -100, in `target`, but got {wrong.tolist()}.")
+        raise ValueError(
+            f"Expected `target` to be -100 or a column of `logits` marked in `is_positive`, but got {wrong.tolist()}."
+        )
     num_positives = int(is_positive.sum())
     correction = log_correction(num_positives, len(is_positive) - num_positives, num_classes)
     logits = sampled_logits(logits, is_positive, correction, target, objective=objective)

@@ -61,7 +61,7 @@ def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
     with suppress(StopIteration):
         flow.send(values)
         raise RuntimeError(
-            "Expected `share_round` to yield once, but got a second `yield`: yield all values to share together."
+            "Expected `share_round` to yield once, but got a second `yield`: yield all values at once, as a tuple."
         )
 
 

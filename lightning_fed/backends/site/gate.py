@@ -110,7 +110,9 @@ class SiteGate:
         for folder in {self._path.parent, self._store}:
             for file in folder.iterdir() if folder.is_dir() else ():
                 if file.suffix in (".toml", ".tml") or file.name.startswith(_TRACES) or "policy" in file.name.lower():
-                    _log.error("%s indicates a site policy, but %s is missing.", file, self._path)
+                    _log.error(
+                        "%s shows that the site has a policy, but %s is missing: restore the policy.", file, self._path
+                    )
                     return True
         return False
 
@@ -277,5 +279,5 @@ def _without_reason(policy: SitePolicy, order: Order, fault: Packet) -> Packet:
     # The site's log always states the reason. The server receives the reason only with `faults = "text"`.
     if reason in _PROTOCOL:
         return fault
-    _log.warning("The site does not answer an order (%s) for client %r: %s.", order.answer, order.client, reason)
+    _log.warning("The site does not answer the request (%s) for client %r: %s.", order.answer, order.client, reason)
     return write_fault(Fault(order.client or "", (policy.faults == "text" and reason) or NOT_ANSWERED))

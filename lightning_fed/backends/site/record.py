@@ -72,7 +72,7 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
         >>> list(read_lines([first.replace(b"0}", b"7}"), second]))
         Traceback (most recent call last):
         ...
-        lightning_fed.backends.site.record.RecordError: line 1 was altered
+        lightning_fed.backends.site.record.RecordError: line 1 of the site's record (message log) was altered
     """
     torn: list[bytes] = []
     for raw in file:
@@ -82,14 +82,16 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
             continue
         content = json.loads(text)
         if content.get("torn") != (hashlib.sha256(b"\n".join(torn)).hexdigest() if torn else None):
-            raise RecordError(f"line {number + 1} was altered")
+            raise RecordError(f"line {number + 1} of the site's record (message log) was altered")
         number = content["line"] if content.get("event") == ROTATION and not number else number
         head, number = digest.decode(), number + len(torn) + 1
         torn = []
         yield Line(number, head, content)
     if torn:
         is_cut = len(torn) == 1 and not raw.endswith(b"\n")
-        raise RecordError(f"line {number + 1} was {'truncated' if is_cut else 'altered'}")
+        raise RecordError(
+            f"line {number + 1} of the site's record (message log) was {'truncated' if is_cut else 'altered'}"
+        )
 
 
 def read_record(path: Path) -> Iterator[Line]:
@@ -222,5 +224,6 @@ class Record:
             )
         if not head[0] and len(self._digests) > 1:  # a crash after the first line leaves no head file
             raise RecordError(
-                f"the record has {self.last.number} lines, but {str(self._head)!r} (last line's digest) is missing"
+                f"the site's record (message log) has {self.last.number} lines, but the file of the last line's digest "
+                f"is missing: restore {str(self._head)!r}, or start a new record with `lightning-fed audit --rotate`"
             )

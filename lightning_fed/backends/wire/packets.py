@@ -320,7 +320,9 @@ def _check_train_request(train_request: TrainRequest) -> None:
         if not isinstance(getattr(train_request, name), kind):
             raise TypeError(f"the field {name} has the invalid value {getattr(train_request, name)!r:.100}")
     if not all(map(is_client, train_request.peers or ())):
-        raise TypeError(f"the field peers has the invalid value {train_request.peers!r:.100}")
+        raise TypeError(
+            f"the field `peers` must contain names or numbers of clients, but is {train_request.peers!r:.100}"
+        )
     bad_rate = find_bad_rate(train_request.hyperparameters)
     if bad_rate is not None:
         raise TypeError(bad_rate)

@@ -60,7 +60,9 @@ class RemoteClientStore(ClientStore):
             )
         self.run = state.get("run") or uuid.uuid4().hex
         if not isinstance(self.run, str) or not re.fullmatch("[0-9a-f]{1,64}", self.run):  # used as a folder name
-            raise ValueError(f"Expected a hexadecimal name of the fit in the checkpoint, but got {self.run!r}.")
+            raise ValueError(
+                f"Expected hexadecimal digits as `run` in the checkpoint, but got {self.run!r}: use another checkpoint."
+            )
         self._rounds = dict(zip(state.get("clients", ()), state.get("rounds", ()), strict=True))
         self._round, self._of_round = -1, {}
         self.heads = dict(zip(state.get("heads", ()), state.get("lines", ()), strict=True))

@@ -90,7 +90,9 @@ class ClientSum:
         try:
             self._check_count(len(set(peers)), least)
             if self._client not in peers or not set(peers) <= shares.keys():
-                raise SumError("the list of summed clients lacks this client, or has clients without shared secrets")
+                raise SumError(
+                    "the list of summed clients lacks this client, or has clients that sent no share (part of a secret)"
+                )
             others = [keys[peer] for peer in peers if peer != self._client]
             add_masks(vector, _secrets_of(known), others, self._context(round))
         except SumError as error:
@@ -112,8 +114,8 @@ class ClientSum:
         self._check_count(len(peers), request.least)
         if request.least < self._share * len(peers) - 1e-9:
             raise SumError(
-                f"{request.least} of {len(peers)} clients would suffice to unmask the sum, but the client's federation "
-                f"requires at least the fraction {self._share:.3g} of the clients (`threshold`)"
+                f"the server can unmask the sum with {request.least} of {len(peers)} clients, but the client requires "
+                f"at least the fraction {self._share:.3g}: use the same `SecureSum(threshold=...)` on server and client"
             )
         check_peers(peers, self._client, secrets.public, request.least)
         sealed, own = share_secrets(secrets, self._client, peers, request.least, self._context(request.round))
@@ -125,7 +127,9 @@ class ClientSum:
         known = self._take(request.round, "shared")
         keys, sealing = _keys_of(known), bytes.fromhex(known["sealing"])
         if self._client not in request.peers or not set(request.peers) <= keys.keys():
-            raise SumError("the server forwards shares from clients that sent no keys")
+            raise SumError(
+                "the server's list of shares (parts of secrets) lacks this client, or has clients that sent no keys"
+            )
         self._check_count(len(request.peers), int(known["least"]))
         context, missing = self._context(request.round), _hex(Share(NO_SHARE, NO_SHARE))
         shares = {self._client: known["own"]}
@@ -146,7 +150,9 @@ class ClientSum:
         shares = {peer: Share(*map(bytes.fromhex, share)) for peer, share in known["shares"]}
         survivors = [peer for peer, is_there in zip(request.peers, request.survivors, strict=True) if is_there]
         if list(shares) != list(request.peers):
-            raise SumError("the server requests shares for another list of clients than in the masked sum")
+            raise SumError(
+                "the server requests shares (parts of secrets) for a list of clients unlike the masked sum's list"
+            )
         if self._client not in survivors:
             raise SumError("the client is not one of the clients in the sum to unmask")
         self._check_count(len(survivors), int(known["least"]))

@@ -85,7 +85,9 @@ def read_sum_request(packet: Packet) -> SumRequest:
     if bad_place is not None:
         raise PacketError(bad_place)
     if type(header["least"]) is not int or not 0 <= header["least"] < _MANY:
-        raise PacketError(f"the field `least` has the invalid value {header['least']!r:.100}")
+        raise PacketError(
+            f"the field `least` (shares needed to unmask the sum) has the invalid value {header['least']!r:.100}"
+        )
     if not isinstance(peers, list) or len(peers) > _MOST_CLIENTS or not all(map(is_client, peers)):
         raise PacketError("the request's list of clients is invalid")
     if len(set(peers)) < len(peers) or bool(peers) != (stage != "keys"):
@@ -94,7 +96,7 @@ def read_sum_request(packet: Packet) -> SumRequest:
         )
     expected = len(peers) if stage == "unmask" else 0
     if not isinstance(survivors, list) or len(survivors) != expected or {*map(type, survivors)} - {bool}:
-        raise PacketError("the request's list of survivors is invalid")
+        raise PacketError("the field `survivors` must have one bool per client for 'unmask', and be empty otherwise")
     rows = _to_rows(tensors, len(peers) if ROW_BYTES[stage] else 0, ROW_BYTES[stage])
     return SumRequest(**{**header, "peers": tuple(peers), "survivors": tuple(survivors), "rows": rows})
 

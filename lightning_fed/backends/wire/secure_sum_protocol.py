@@ -158,9 +158,11 @@ def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, co
     try:
         opened = cipher.decrypt(sealed[:NONCE], sealed[NONCE:], None)
     except InvalidTag as error:
-        raise SumError("a received share cannot be opened") from error
+        raise SumError(
+            "a share (part of a secret) cannot be decrypted: it was changed, or is for another client or round"
+        ) from error
     if len(opened) != 2 * SECRET:
-        raise SumError("a received share has a wrong length")
+        raise SumError("a received share (part of a secret) has a wrong length")
     return Share(opened[:SECRET], opened[SECRET:])
 
 
@@ -226,9 +228,9 @@ def _restore(
     )
     if len(opened) < least:
         raise SumError(
-            f"{len(held) - len(opened)} of {len(held)} clients cannot decrypt the shares from client {dealer!r}, but "
-            f"the {secret_name} of this client can only be restored from {least} decrypted shares: either this client "
-            "has sent wrong shares, or all clients that cannot decrypt the shares are at fault",
+            f"{len(held) - len(opened)} of {len(held)} clients cannot decrypt the shares from client {dealer!r}, so "
+            f"fewer than the {least} shares (parts of secrets) for the client's {secret_name} are left. Either the "
+            "shares are wrong, or the clients that cannot decrypt the shares are at fault",
             dealer,
         )
     for holders in itertools.islice(itertools.combinations(opened, least), _MOST_TRIES):
@@ -242,8 +244,8 @@ def _restore(
         }  # fmt: skip
         return secret, wrong
     raise SumError(
-        f"the shares of client {dealer!r} do not restore the client's {secret_name}: either this client or more than "
-        f"{len(opened) - least} of the {len(opened)} answering clients are at fault",
+        f"the shares (parts of secrets) of client {dealer!r} do not restore the client's {secret_name}: either this "
+        f"client made wrong shares, or more than {len(opened) - least} of {len(opened)} clients returned wrong shares",
         dealer,
     )
 

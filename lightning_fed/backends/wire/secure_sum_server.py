@@ -51,7 +51,9 @@ class ServerSum:
         steps with new keys. If too few clients remain, all clients are excluded.
         """
         for client in [client for client in clients if client in self.distrusted]:
-            self._server.fail(client, "the client's shares failed in an earlier sum of this run")
+            self._server.fail(
+                client, "the client's shares (parts of secrets) were wrong or unreadable in an earlier sum of this run"
+            )
         clients = [client for client in clients if client not in self.distrusted]
         while self._are_enough(clients):
             published = self._publish(clients)
@@ -102,7 +104,7 @@ class ServerSum:
         missing = sum(rows[client] != OPENED for rows in opened.values())
         if not missing:
             return False
-        words = f"{missing} of {len(opened)} clients cannot open the client's shares"
+        words = f"{missing} of {len(opened)} clients cannot decrypt the client's shares (parts of secrets)"
         if len(opened) - missing >= self._sum.least:
             number = round_number(self._server.report.round)
             _log.warning("Round %d, client %r: %s. The other shares suffice for the sum.", number, client, words)
@@ -110,7 +112,7 @@ class ServerSum:
         self.distrusted.add(client)
         self._server.fail(
             client,
-            f"{words}, so this client or all of these clients are at fault (later sums exclude this client)",
+            f"{words}. Either the shares are wrong, or the other clients are at fault. Later sums exclude the client",
         )
         return True
 

@@ -300,5 +300,5 @@ def test_frozen_copy_keeps_all_where_a_weight_is_used_past_its_layer():
 
 
 def test_frozen_copy_of_a_layer_that_is_not_run():
-    with pytest.raises(RuntimeError, match="to run the output of 'unused', but this layer did not run"):
+    with pytest.raises(RuntimeError, match="to run the output of 'unused', but this layer did not run: name another"):
         FrozenExtractor(Attentive(), FeatureLayer("unused"))(torch.randn(2, 4))

@@ -954,7 +954,7 @@ def test_augmented_images_are_never_taken_for_others(federated_trainer):
         )
         clients = {name: Flipped(*tensors) for name, tensors in models.images(FEW).items()}
         if cached:
-            with pytest.warns(UserWarning, match="`cache_global_features` found no input again") as caught:
+            with pytest.warns(UserWarning, match="`cache_global_features` is disabled: in a second pass") as caught:
                 trainer.fit(module, clients)
             assert sum("cache_global_features" in str(warning.message) for warning in caught) == 1
         else:

@@ -304,7 +304,10 @@ def loss_of(**changes):
         (lambda: loss_of(is_positive=torch.tensor([True])), r"shape \(1,\)"),
         (lambda: loss_of(target=torch.tensor([0])), "one class for each of the 2 rows"),
         (lambda: loss_of(target=torch.zeros(2)), "1D tensor of integers, but got torch.float32"),
-        (lambda: loss_of(target=torch.tensor([1, 0])), r"only columns of positive classes, or -100, .* but got \[1\]"),
+        (
+            lambda: loss_of(target=torch.tensor([1, 0])),
+            r"-100 or a column of `logits` marked in `is_positive`, but got \[1\]",
+        ),
         (lambda: loss_of(target=torch.tensor([3, -1])), r"but got \[-1, 3\]"),
         (lambda: loss_of(objective="full"), "5 columns in `logits` for objective='full', but got 3"),
         (lambda: loss_of(num_classes=2), r"at least the number of positives and negatives \(3\), but got 2"),

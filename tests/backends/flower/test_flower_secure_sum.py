@@ -182,10 +182,11 @@ def test_a_sum_begins_again_without_one_who_seals_nonsense(federated_trainer, tm
     masked, _, _, grid = on_flower(
         tmp_path, module, models.vectors(SIZES), federation, 2, change=seal_nonsense, server_callbacks=[there]
     )
-    words = "client 'bob' is excluded: 4 of 5 clients cannot open the client's shares"
+    words = "client 'bob' is excluded: 4 of 5 clients cannot decrypt the client's shares"
     assert words in caplog.text
     assert "Round 1: the secure sum restarts with new keys from the other 4 clients." in caplog.text
-    assert "Round 2: client 'bob' is excluded: the client's shares failed in an earlier sum of this run" in caplog.text
+    words = "the client's shares (parts of secrets) were wrong or unreadable in an earlier sum of this run"
+    assert f"Round 2: client 'bob' is excluded: {words}" in caplog.text
     assert [row["fed/failed"] for row in there.logged] == [1, 1]
     asked = [stage_of(message) for _, message in grid.sent]
     assert {stage: asked.count((stage, 0, "ann")) for stage in ("keys", "shares", "open", "train", "unmask")} == {
@@ -214,7 +215,10 @@ def test_one_that_nobody_else_accuses_stays(federated_trainer, tmp_path, caplog)
     )
     plain, _ = in_process(federated_trainer, module, models.vectors(SIZES), federation(), 2)
     assert [row["fed/failed"] for row in there.logged] == [0, 0]
-    assert "client 'bob': 1 of 5 clients cannot open the client's shares. The other shares suffice" in caplog.text
+    assert (
+        "client 'bob': 1 of 5 clients cannot decrypt the client's shares (parts of secrets). The other shares suffice"
+        in caplog.text
+    )
     assert_same(state_of(masked), state_of(plain))
 
 
@@ -232,11 +236,12 @@ def test_one_who_shares_something_else_costs_a_round(federated_trainer, tmp_path
     assert [row["fed/failed"] for row in there.logged] == [5, 1]
     assert len(there.aggregates) == 1
     assert (
-        "the shares of client 'bob' do not restore the client's mask: either this client or more than 1 of the 5"
-        in caplog.text
+        "the shares (parts of secrets) of client 'bob' do not restore the client's mask: either this client made wrong "
+        "shares, or more than 1 of 5 clients returned" in caplog.text
     )
     assert "Round 1: client 'bob' is excluded from further sums of this run. The round is not repeated" in caplog.text
-    assert "Round 2: client 'bob' is excluded: the client's shares failed in an earlier sum of this run" in caplog.text
+    words = "the client's shares (parts of secrets) were wrong or unreadable in an earlier sum of this run"
+    assert f"Round 2: client 'bob' is excluded: {words}" in caplog.text
 
 
 def test_one_whose_disk_is_full_is_not_in_the_sum(federated_trainer, tmp_path, monkeypatch, caplog):
@@ -311,8 +316,7 @@ SUM = [MaxSamples(40), SecureSum(5.0)]
         ([], SUM, "the client's federation has a secure sum, but the server requests an unmasked update"),
         (
             [MaxSamples(40), SecureSum(5.0, 0.6)], SUM,
-            "3 of 5 clients would suffice to unmask the sum, but the client's federation requires at least "
-            "the fraction 0.667",
+            "the server can unmask the sum with 3 of 5 clients, but the client requires at least the fraction 0.667",
         ),
         ([MaxSamples(40), SecureSum(10.0)], SUM, "encodes 1.0 as the integer .*, but the server's"),
         ([MaxSamples(400), SecureSum(5.0)], SUM, "encodes 1.0 as the integer .*, but the server's"),

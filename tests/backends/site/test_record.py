@@ -50,7 +50,7 @@ def test_a_changed_byte_and_a_cut_inside_a_line_are_found(record):
     ends = [index + 1 for index, byte in enumerate(whole) if byte == ord("\n")]
     for index in sorted({*range(0, len(whole), 5), *ends[:-1], *(end - 1 for end in ends)}):
         record.write_bytes(whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :])
-        with pytest.raises(RecordError, match=r"line [1-4] was"):
+        with pytest.raises(RecordError, match=r"line [1-4] of the site's record \(message log\) was"):
             numbers(record)
         record.write_bytes(whole[:index])
         if index in (0, *ends):  # only detectable with an external copy of the head
@@ -105,7 +105,7 @@ def test_several_crashes_in_sequence_do_not_end_a_record(record, cut):
     changed = bytearray(record.read_bytes())
     changed[len(whole) - 1 - cut] ^= 1
     record.write_bytes(changed)
-    with pytest.raises(RecordError, match=r"line [45] was altered"):
+    with pytest.raises(RecordError, match=r"line [45] of the site's record \(message log\) was altered"):
         numbers(record)
 
 
@@ -140,7 +140,10 @@ def replaced_by_link(path):
     ("spoil", "reason"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-100]), "the record is shorter than before"),
-        (lambda path: path.write_bytes(b"x" + path.read_bytes() + b"x\n"), "line 3 was altered"),
+        (
+            lambda path: path.write_bytes(b"x" + path.read_bytes() + b"x\n"),
+            "line 3 of the site's record (message log) was altered",
+        ),
         (lambda path: path.chmod(0o666), "other users can change"),
         (replaced_by_link, "symbolic link"),
     ],
@@ -193,7 +196,10 @@ def test_the_command(tmp_path, capsys):
     lines = whole.splitlines(keepends=True)
     for changed, error in (
         (b"".join(lines[:2]), f"no line has the digest {head}: the record was truncated"),
-        (whole.replace(b"clients", b"clientz"), "line 1 was altered, or the file is not `site_record.jsonl`"),
+        (
+            whole.replace(b"clients", b"clientz"),
+            "line 1 of the site's record (message log) was altered, or the file is not `site_record.jsonl`",
+        ),
     ):
         path.write_bytes(changed)
         with pytest.raises(SystemExit):

@@ -153,7 +153,8 @@ def test_shares_that_are_not_those_that_were_sent():
         np.testing.assert_array_equal(masks, right)
         few = {name: shares[name] for name in survivors[:4]}
         with pytest.raises(
-            SumError, match="client's key: either this client or" if lost else "client's mask: either this client or"
+            SumError,
+            match="client's key: either this client made" if lost else "client's mask: either this client made",
         ) as raised:
             find_masks(np.zeros(10, np.uint32), parties.peers, survivors, few, parties.positions, 4, CONTEXT)
         assert raised.value.dealer == of
@@ -186,7 +187,7 @@ def test_shares_are_for_one_reader_and_one_round():
         (sealing, "a", "b", CONTEXT, bytes(SEALED)),
         (sealing, "a", "b", CONTEXT, sealed[:-1] + bytes([sealed[-1] ^ 1])),
     ):
-        with pytest.raises(SumError, match="cannot be opened"):
+        with pytest.raises(SumError, match="cannot be decrypted"):
             open_share(secret, public[sender], public[receiver], data, context)
 
 
@@ -330,7 +331,9 @@ def test_halves_of_the_clients_cannot_be_asked_for_one_each(tmp_path):
     of_e = {"e": node.public["e"]}
     for part, survivors, secret in (("abe", node.names, "mask"), ("cd", list("abcd"), "key")):
         asked = {name: shares[name] for name in part}
-        with pytest.raises(SumError, match=f"the shares of client 'e' do not restore the client's {secret}"):
+        with pytest.raises(
+            SumError, match=rf"the shares \(parts of secrets\) of client 'e' do not restore the client's {secret}"
+        ):
             find_masks(np.zeros(6, np.uint32), of_e, survivors, asked, positions, len(part), context_of("0a", 7))
 
 
@@ -363,8 +366,8 @@ def test_what_cannot_be_opened_is_said_of_its_dealer_alone(tmp_path):
     ("peers", "words"),
     [
         ("abc", "the sum has 3 clients, but requires at least 4"),
-        ("bcde", "shares from clients that sent no keys"),
-        ("abcdez", "shares from clients that sent no keys"),
+        ("bcde", "lacks this client, or has clients that sent no keys"),
+        ("abcdez", "lacks this client, or has clients that sent no keys"),
     ],
 )
 def test_shares_that_are_not_opened(peers, words, tmp_path):
@@ -377,8 +380,8 @@ def test_shares_that_are_not_opened(peers, words, tmp_path):
     [
         ({"survivors": (False, True, True, True, True)}, "the client is not one of the clients in the sum"),
         ({"survivors": (True, True, True, False, False)}, "the sum has 3 clients, but requires at least 4"),
-        ({"peers": tuple("abced")}, "shares for another list of clients than in the masked sum"),
-        ({"peers": tuple("abcdf")}, "shares for another list of clients than in the masked sum"),
+        ({"peers": tuple("abced")}, "for a list of clients unlike the masked sum's list"),
+        ({"peers": tuple("abcdf")}, "for a list of clients unlike the masked sum's list"),
     ],
 )
 def test_what_does_not_unmask(changes, words, tmp_path):
@@ -393,8 +396,7 @@ def test_what_does_not_unmask(changes, words, tmp_path):
         (
             {},
             {"least": 2},
-            "2 of 5 clients would suffice to unmask the sum, but the client's federation requires at least the "
-            "fraction 0.66",
+            "the server can unmask the sum with 2 of 5 clients, but the client requires at least the fraction 0.66",
         ),
         ({}, {"least": 6}, "the sum has 5 clients, but requires at least 6"),
         ({"min_clients": 6}, {}, "the sum has 5 clients, but requires at least 6"),
@@ -407,7 +409,7 @@ def test_sums_that_a_client_is_not_part_of(options, changes, words, tmp_path):
 
 def test_masks_with_others_only(tmp_path):
     for peers, words in (
-        (["a", "b", "c", "z"], "or has clients without shared secrets"),
+        (["a", "b", "c", "z"], "or has clients that sent no share"),
         (["b", "c", "d", "e"], "the list of summed clients lacks this client"),
     ):
         node = Node(tmp_path / peers[0]).publish().share().open()
