@@ -1,4 +1,4 @@
-"""Loads names at first use, finds optional features, and unites Lightning's two packages."""
+"""Helpers for imports: public names at first use, optional features, and Lightning under two package names."""
 
 from __future__ import annotations
 

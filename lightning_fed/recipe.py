@@ -110,7 +110,7 @@ class FederatedCLI(LightningCLI):
             )  # fmt: skip
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the command line. For a checkpoint from a Python script, the recipe provides the model's arguments."""
+        """Parses the command line. Ignores model arguments in checkpoints from Python scripts, and uses the recipe."""
         super().parse_arguments(parser, args)
         options = self.config.get(self.config.get("subcommand", ""), {})
         path = options.get("ckpt_path")

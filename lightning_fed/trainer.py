@@ -108,7 +108,7 @@ class FederatedTrainer(L.Trainer):
                 pass loaders.
             val_dataloaders: Validation data for the global model, in the forms for ``L.Trainer.fit``. With a mapping
                 from client names to data, each client is also evaluated separately. If ``partition`` splits the
-                training data, a mapping without client names as keys has several loaders, as in Lightning.
+                training data, a mapping can also have other keys, and contain several loaders as in Lightning.
             datamodule: Any datamodule for ``partition`` to split, or a
                 :class:`~lightning_fed.data.FederatedDataModule`.
             ckpt_path: Checkpoint to resume from.

@@ -41,8 +41,10 @@ def training_batch(federation: Federation, client: Client | None = None, index: 
 def forward_inputs(module: nn.Module, batch: Any, inputs: BatchKey = None) -> Any:
     """Extracts arguments for the module's ``forward`` from a batch.
 
-    The inputs come from :func:`~lightning_fed.features.batches.find_inputs`, or from the values of a dictionary batch
-    with the argument names of ``forward``. Tensors are cut to two examples. Other inputs stay whole, in a tuple.
+    Usually returns a tensor: the first two examples from :func:`~lightning_fed.features.batches.find_inputs`. If a
+    dictionary batch has no usual key such as "image", or ``forward`` only has keyword arguments, returns a dictionary
+    with two examples for each argument. If the batch or the first element is another object, such as a graph, returns a
+    tuple with the whole object.
     """
     parameters = inspect.signature(module.forward).parameters
     is_positional = any(parameter.kind in _POSITIONAL for parameter in parameters.values())

@@ -121,7 +121,7 @@ class CarriedAttributes:
         self._watch()
 
     def start_visit(self) -> None:
-        """Starts the search in a client's training. Clears the states of optimizers stored in attributes."""
+        """Searches a client's training for values from earlier clients. Clears optimizer states in attributes."""
         self._clear_optimizers()
         self._num_visits += 1
         self._is_seen.clear()

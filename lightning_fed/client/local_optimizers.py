@@ -92,8 +92,8 @@ class LocalOptimizers:
     def end_round(self, counting: Collection[int]) -> None:
         """Prepares optimizers and schedulers for the next round.
 
-        ``counting`` contains the indices of the clients with valid updates. Per-step schedulers continue from the
-        client among these with the median number of steps. Optimizer buffers such as momentum are reset.
+        ``counting`` contains the indices of the clients with valid updates. One of these clients has the median number
+        of steps. Per-step schedulers continue from this client. Optimizer buffers such as momentum are reset.
         """
         if self.mode == "continue" and counting:
             return

@@ -253,7 +253,7 @@ def has_loader(loaders: Any) -> bool:
 
 
 def check_client_loader(loader: Any) -> None:
-    """Refuses arrays, tables and containers with data sets as a client's data."""
+    """Raises ``TypeError`` if a client's data are arrays, a table, or data sets in a list or mapping."""
     arrays = loader if isinstance(loader, tuple | list) else (loader,)
     is_of_arrays = bool(arrays) and all(isinstance(array, Tensor | np.ndarray) for array in arrays)
     # A list may contain batches of equal type and shape.

@@ -145,7 +145,7 @@ class Population(ABC):
 
         Args:
             visits: The clients' planned training, in order.
-            isolated: Whether the batches must not influence training, see :meth:`batches_per_epoch`.
+            isolated: True if the batches are not for training, see :meth:`batches_per_epoch`.
             groups: Ranges of indices into ``visits``. The clients in a range yield one batch each in turn. By default
                 one client follows another.
         """

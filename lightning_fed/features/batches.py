@@ -28,11 +28,12 @@ def find_target(batch: Any, target: BatchKey = None) -> Tensor:
 
 
 def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
-    """Converts labels to integers. Drops a channel axis of size 1; labels with ``feature_dims - 1`` axes have none."""
+    """Converts labels to integers. Removes axis 1 if the size is 1, unless labels have ``feature_dims - 1`` axes."""
     if labels.is_floating_point():
         if not bool((labels == labels.round()).all()):
             raise ValueError("Expected integer class labels, but got fractions: select other labels with `target`.")
         labels = labels.long()
+    # With one axis fewer than the features, as for masks of shape (N, H, W), axis 1 is not a channel.
     has_channel = labels.ndim > 1 and labels.shape[1] == 1 and labels.ndim != feature_dims - 1
     return labels.squeeze(1) if has_channel else labels
 

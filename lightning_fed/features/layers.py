@@ -191,7 +191,8 @@ def has_channels_last(layer: nn.Module) -> bool:
 
 
 def without_compiled_code() -> AbstractContextManager[None]:
-    """Context manager to run compiled models in eager mode, which calls new hooks. No effect before torch 2.6."""
+    """Context manager to run compiled models in eager mode, so that all hooks run. No effect before torch 2.6."""
+    # Compiled code does not call hooks registered after compilation.
     set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6
     return nullcontext() if set_stance is None else set_stance("force_eager")
 

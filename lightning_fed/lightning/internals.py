@@ -360,7 +360,7 @@ def log_position(trainer: L.Trainer) -> int:
 
 
 def move_log_position(trainer: L.Trainer, count: int) -> None:
-    """Adds ``count`` to :func:`log_position`. A negative ``count`` subtracts ``None`` batches counted by Lightning."""
+    """Adds ``count`` to :func:`log_position`. To subtract batches without training, ``count`` is negative."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += count  # noqa: SLF001
 
 

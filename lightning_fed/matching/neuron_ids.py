@@ -24,11 +24,11 @@ Constraint: TypeAlias = tuple[Literal["apart", "within", "block"], int]
 class UnionFind:
     """Groups neuron ids into disjoint sets. All ids in a set belong to one neuron.
 
-    A constraint (:meth:`constrain`) forbids additional neurons, and only allows permutations of neurons:
+    A constraint (:meth:`constrain`) forbids additional neurons, and limits permutations. The kinds of constraint are:
 
-    - ``"apart"``: in one part of a tensor, for example after ``split``.
-    - ``"within"``: in one part of an operation, such as a mean or a convolution group.
-    - ``"block"``: in one GroupNorm group, or permutations of whole groups.
+    - ``"apart"``: Neurons only change places inside one part of a tensor, for example after ``split``.
+    - ``"within"``: Neurons only change places inside one part of an operation, such as a mean or a convolution group.
+    - ``"block"``: Neurons only change places inside one GroupNorm group. Whole groups can also change places.
     """
 
     def __init__(self) -> None:

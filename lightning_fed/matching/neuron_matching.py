@@ -86,9 +86,10 @@ def match_neurons(
 
     Neurons of client *j* have variance :math:`\sigma_j^2` around global neurons. Global neurons have variance
     :math:`\sigma_0^2` around the prior mean :math:`\mu`. The inverse variances are :math:`p_j` and :math:`p_0`. Suppose
-    that :math:`n_i` of the other :math:`J - 1` clients have a neuron :math:`w_k` matched with global neuron *i*. Let
-    :math:`A_i = p_0 \mu + \sum_k p_k w_k`, and :math:`P_i = p_0 + \sum_k p_k`. For neuron :math:`w` of client *j*, let
-    :math:`u = p_j w`. The score for matching this neuron with global neuron *i* is a sum over weights *d*:
+    that :math:`n_i` of the other :math:`J - 1` clients have a neuron matched with global neuron *i*. Client *h* among
+    these has the neuron :math:`w_h`. Let :math:`A_i = p_0 \mu + \sum_h p_h w_h`, and :math:`P_i = p_0 + \sum_h p_h`.
+    For neuron :math:`w` of client *j*, let :math:`u = p_j w`. The score for matching this neuron with global neuron *i*
+    is a sum over weights *d*:
 
     .. math::
         \sum_d \Big( \frac{(A_{id} + u_d)^2}{P_{id} + p_{jd}} - \frac{A_{id}^2}{P_{id}}
@@ -101,8 +102,8 @@ def match_neurons(
         + \Big[ \log \frac{p_{0d}}{p_{0d} + p_{jd}} \Big] \Big) + 2 \log \frac{\gamma}{J} - 2 \log k
 
     - ``"published"``: the score in the programs for PFNM and FedMA. The terms in square brackets are omitted, *c* is 1,
-      and :math:`n_i` is at most 10. From 700 global neurons on, each client adds at most one. This score hardly
-      distinguishes neurons with small weights.
+      and :math:`n_i` is at most 10. To *L* global neurons, a client with :math:`L_j` neurons adds at most
+      :math:`\max(700 - L, L_j - L, 1)`. This score hardly distinguishes neurons with small weights.
     - ``"marginal"``: the score derived from the model, with the terms in square brackets, and *c* is 2. This score
       finds the neurons that clients share. Other neurons become new global neurons.
 

@@ -91,8 +91,8 @@ def check_stages(choice: StageChoice) -> StageChoice:
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
     """Finds the names of the output layers' parameters and buffers.
 
-    Output layers are used after all layers with permutable outputs. Their tensors have as many rows as the tensor used
-    last. ``form`` contains a tensor for each name.
+    Candidates are the tensors used after all layers with permutable outputs. A candidate belongs to an output layer if
+    the last candidate has the same number of rows. ``form`` contains a tensor for each name.
     """
     order = {name: index for index, name in enumerate(groups.order)}
     makers = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}

@@ -59,7 +59,7 @@ class Call:
         return self.results(*[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes])
 
     def results(self, *activations: TracedActivation | None) -> Any:
-        """Returns one activation or a list, as the operation does. ``None`` replaces missing activations."""
+        """Returns ``activations`` as the operation's result: one activation, or a list filled up with ``None``."""
         filled = [*activations, *[None] * (len(self.shapes) - len(activations))]
         return filled if self.has_many else filled[0]
 

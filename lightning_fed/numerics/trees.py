@@ -168,7 +168,8 @@ def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 
 def join(*lists: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Joins the tensors in each :func:`find_runs` group to a flat view per list. A single tensor keeps its shape."""
+    """Returns a tuple for each group from :func:`find_runs`: the tensors in each list, joined to one flat view."""
+    # A single tensor keeps its shape.
     return [tuple(_view_flat([values[at] for at in run]) for values in lists) for run in find_runs(*lists)]
 
 

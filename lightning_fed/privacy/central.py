@@ -305,7 +305,7 @@ class CentralDP(UpdateStep):
         self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
 
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
-        """Draws float64 noise for the entry ``name``. An empty name means the number of unclipped updates."""
+        """Draws float64 noise for the entry ``name``, or for the number of unclipped updates if ``name`` is empty."""
         assert self.key is not None
         # A round repeated after a crash has the same noise, because other noise would reveal more about the sum.
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")

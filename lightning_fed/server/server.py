@@ -75,8 +75,8 @@ class RoundReport:
 class HeldEntries:
     """Records the untrained tensors already on each client, to avoid sending a tensor twice.
 
-    At first, all clients have the initial values. A client with a valid update also has the round's values. A tensor is
-    sent again only after a change. ``values`` contains the untrained tensors in the current or last round.
+    At first, all clients have the initial tensors. A valid update shows that the client received the round's tensors. A
+    tensor is sent again only after a change. ``values`` contains the untrained tensors in the current or last round.
 
     Example:
         >>> import torch

@@ -74,9 +74,10 @@ class SiteScores(AskableCallback):
 
     Attributes:
         scores: A dictionary for each site. ``"cases"`` has fingerprints of the examples, and ``"patients"`` the patient
-            names. The other keys depend on the metric. Mean over cases: ``"scores"``, one per case. Area under the ROC
-            curve: predictions ``"positives"`` and ``"negatives"``. Other metrics: ``"value"`` on all cases, and
-            ``"replicates"``, one value per bootstrap sample.
+            names. The other keys depend on the metric. If the metric is a mean over cases, ``"scores"`` has the value
+            of each case. For the area under the ROC curve without ``patient``, ``"positives"`` and ``"negatives"`` have
+            the predictions for the two classes. For other metrics, ``"value"`` is the metric on all cases, and
+            ``"replicates"`` has one value per bootstrap sample.
 
     Raises:
         MisconfigurationException: If the fit uses several processes, the server sees no client models (as with a secure

@@ -62,16 +62,16 @@ def find_outliers(
     trained: Mapping[Client, int] = MappingProxyType({}),
     computed: Mapping[Client, Mapping[str, float]] = MappingProxyType({}),
 ) -> dict[Client, str]:
-    """Finds clients with implausible numbers, by comparison with other clients. Returns the reason by client.
+    """Finds clients with implausible evaluation results, and returns the reason by client.
 
-    Each number is compared with the median m over at least three clients; d is the median distance to m. ``trained``
-    counts training examples, and ``computed`` contains values from metric states. A client is implausible with:
+    Each number is compared with the median m over all clients. The median distance to m is d. ``computed`` contains
+    values from metric states. These cases are implausible (with fewer than three clients, only the last is checked):
 
-    - a value more than 100 max(d, abs(m), 1) away from m;
-    - a negative loss below m - max(10 d, abs(m), 1), if no other client has a negative loss;
-    - integer counts in a metric state, or class sizes, with a sum per example above 10 max(m, 1);
-    - more than 1,000 m examples;
-    - more than both 10 m examples and 10 times the training examples, also with fewer than three clients.
+    - A value is more than 100 max(d, abs(m), 1) away from m.
+    - A loss is negative and below m - max(10 d, abs(m), 1), and no other client has a negative loss.
+    - The sum of integer counts in a metric state, or of class sizes, is above 10 max(m, 1) per example.
+    - The number of examples is above 1,000 m.
+    - The number of examples is above 10 m, and also above 10 times the client's number in training (``trained``).
     """
     outliers: dict[Client, str] = {}
     _compare_examples(outliers, {client: report.num_samples for client, report in reports.items()}, trained)
