@@ -68,7 +68,7 @@ class Compression(UpdateStep, ABC):
 
     @abstractmethod
     def code_like(self, value: Tensor) -> Tensor:
-        """Returns an empty tensor with the shape and dtype of the code for ``value``."""
+        """Returns an empty tensor with the shape and dtype of an encoded update for the tensor ``value``."""
 
     @abstractmethod
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

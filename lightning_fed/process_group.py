@@ -128,7 +128,7 @@ class ClientSharing(ABC):
 
     @abstractmethod
     def synchronise(self, fit: Any) -> RoundSynchronisation:
-        """Creates the object for synchronisation in rounds. Refuses fits that need a single process."""
+        """Creates the object to merge the processes' results after each round. Refuses fits that need one process."""
 
 
 def process_group_of(trainer: L.Trainer) -> ProcessGroup:

@@ -59,7 +59,7 @@ class RuleCapabilities:
         resizes: Whether tensor shapes differ between clients or rounds. Such a rule implements :meth:`expected`.
         has_clusters: Whether there are several global models. Such a rule implements :meth:`model_of`.
         has_versions: Whether clients in one round start from different versions of the global model.
-        always: Clients in every round, in addition to the drawn clients, and never as stragglers or dropouts.
+        always: Clients to add to every round's drawn clients. These clients are never stragglers or dropouts.
     """
 
     accepts_rows = resizes = has_clusters = has_versions = False

@@ -26,8 +26,7 @@ _log = logging.getLogger(__name__)
 class FederatedTrainer(L.Trainer):
     """``L.Trainer`` whose epochs are federated rounds.
 
-    The class creates a :class:`~lightning_fed.callbacks.Federation` callback, accepts plain training data, and shows
-    rounds in the progress bar.
+    Creates a :class:`~lightning_fed.callbacks.Federation`, trains on plain data, and shows rounds in the progress bar.
 
     Args:
         method: The federated method.
@@ -38,7 +37,7 @@ class FederatedTrainer(L.Trainer):
     Raises:
         ValueError: If ``max_rounds`` and ``max_epochs`` are both given, or ``federation`` and an argument of
             ``Federation``, or if a ``Federation`` is among the ``callbacks``.
-        TypeError: If ``federation`` is not a ``Federation``, or neither class has an argument in ``kwargs``.
+        TypeError: If ``federation`` is not a ``Federation``, or ``kwargs`` contains an unknown argument.
 
     Example:
         >>> from lightning_fed.data import Dirichlet

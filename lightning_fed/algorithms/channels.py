@@ -204,7 +204,7 @@ class ChannelRule(AveragingAggregator):
         return correction
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Called on the client after training, to fill ``visit.up`` and ``visit.memory``."""
+        """Called on the client after training, to set the values to send (``visit.up``) and keep (``visit.memory``)."""
 
     # The server
 

@@ -27,8 +27,8 @@ class FedAvg(AveragingAggregator):
     - For: any federation; the baseline for other methods.
 
     Args:
-        row_weighting: Average for tensors with only some rows on each client. ``"global"`` divides a row's summed
-            changes by the weight of all clients, ``"per_row"`` by the weight of clients with this row.
+        row_weighting: How to average a tensor if clients train only some rows. ``"global"`` divides the sum of a row's
+            weighted changes by the weight of all clients, ``"per_row"`` by the weight of the clients with this row.
 
     Raises:
         ValueError: If ``row_weighting`` is unknown.

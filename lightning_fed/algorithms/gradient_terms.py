@@ -21,8 +21,8 @@ from lightning_fed.numerics.precision import as_real
 class GradientTerm(FederatedCallback):
     """Adds a term to the gradients in every optimizer step of a client's training.
 
-    A subclass implements :meth:`term`. Before a client's training the subclass sets ``tensors``, a tensor for each
-    parameter, such as the received global model. After the training, the dictionary is empty.
+    A subclass implements :meth:`term`. Before a client's training, the subclass fills the dictionary ``tensors`` with
+    one tensor per parameter, such as the received global value. After the training, the base class empties ``tensors``.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class GradientTerm(FederatedCallback):
 
     @property
     def factor(self) -> float:
-        """Factor for all terms, by default 1."""
+        """Number to multiply with every parameter's term, by default 1."""
         return 1.0
 
     @abstractmethod

@@ -314,7 +314,7 @@ def scores_for(
 
 
 def heat_map(rows: Sequence[tuple[int, str, str, float, float]], class_order: Sequence[str] = ()) -> Tensor:
-    """Draws the IoU by client and class over the rounds: shape ``(3, H, W)``, uint8. Missing values are grey."""
+    """Draws the IoU in ``rows`` (round, client, class, IoU, Dice). Shape ``(3, H, W)``, uint8. Missing IoU is grey."""
     rounds = sorted({row[0] for row in rows})
     clients, classes = list(dict.fromkeys(row[1] for row in rows)), [*class_order, *(row[2] for row in rows)]
     pairs = sorted(

@@ -25,8 +25,8 @@ _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
 class Traffic(NamedTuple):
     """Bytes and tensor elements exchanged with one client in one round, for one submodule (``part``).
 
-    For earlier rounds, only sums over clients are stored, as client ``"(all)"``. The part ``"(extras)"`` contains a
-    method's extra tensors. The part ``"(request)"`` contains the indices of parameter rows requested by the client.
+    Only the last ``client_rounds`` rounds have values per client. Earlier rounds have sums, as client ``"(all)"``. Part
+    ``"(extras)"`` is for a method's extra tensors, and part ``"(request)"`` for indices of requested parameter rows.
     """
 
     round: int

@@ -212,7 +212,7 @@ class Federation(TrainerCallback):
         return self._fit.batch_norm.decision
 
     def preset_decision(self, decision: str) -> None:
-        """Sets the statistics for ``batch_norm="auto"`` before a fit: ``"own"`` per client, or ``"pooled"``."""
+        """Sets the choice of ``batch_norm="auto"`` before a fit: ``"own"`` statistics per client, or ``"pooled"``."""
         self._preset_decision = decision if self.options.batch_norm == "auto" else ""
         self._reset(self._fit.remote)
 
@@ -406,7 +406,7 @@ class Federation(TrainerCallback):
             check_estimate(self._fit)
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Decides on shared, personal and frozen entries, after all ``on_fit_start`` hooks."""
+        """Decides which parameters and buffers are shared, personal or frozen, after all ``on_fit_start`` hooks."""
         self._loop.start_fit()
         self._add_unseen(trainer, pl_module)
 

@@ -198,7 +198,7 @@ def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTra
 
 
 class _Unproven(Exception):
-    """Raised if a trial run of ``training_step`` does not reveal the learned classes."""
+    """Raised if a trial run of ``training_step`` fails, or finds no classification task (:class:`ClassTask`)."""
 
 
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:

@@ -31,9 +31,8 @@ def fingerprint(
 ) -> Any:
     """Returns a summary of a value, such as a hash, to detect changes.
 
-    Equal values have equal summaries, except iterators. ``depth`` is the number of nested levels. The summary is
-    ``None`` for unreadable values, for tensors stored at an address in ``memory``, and for objects whose id is in
-    ``skipped``.
+    Equal values have equal summaries, except iterators. ``depth`` is the number of nested levels. Unsupported values
+    give ``None``, and so do excluded values: tensors by storage address (``memory``) and objects by id (``skipped``).
     """
     try:
         if isinstance(value, np.generic):  # NumPy's numbers compare with lists like arrays

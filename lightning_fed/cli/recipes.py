@@ -63,7 +63,7 @@ def split_model_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[st
 
 
 def absent_recipe(args: Sequence[str]) -> str | None:
-    """Returns a hint if an argument is a missing file with a packaged recipe's name, otherwise ``None``."""
+    """Looks for a missing recipe file in the arguments. Returns a hint if the package has the recipe, else ``None``."""
     # Guides use paths of recipes in the repository, but an installed package has another folder.
     for argument in args:
         path = Path(argument.rpartition("=")[2])

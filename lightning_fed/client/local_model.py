@@ -121,9 +121,9 @@ class LocalModel:
         }
 
     def load_global(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the global model from ``state`` and ``server_entries``.
+        """Loads the global model: the sent values in ``state``, and the unsent values in :attr:`server_entries`.
 
-        The caller must not change the tensors afterwards, because large tables are not copied.
+        The caller must not change ``state`` afterwards, because sliced entries (tables) are not copied.
         """
         self.load({**state, **self.server_entries})
         additions, self._additions = self._additions, {}

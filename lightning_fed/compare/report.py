@@ -59,8 +59,7 @@ def summarize(
 
     Args:
         results: Results from :func:`~lightning_fed.compare.run_comparison`.
-        target: Target score, as a fraction of the score of centralised training. With mode ``"min"``, that score is
-            divided by ``target``.
+        target: Target score divided by the score of centralised training. If lower is better, the inverse ratio.
         last: Number of final rounds in the mean score.
 
     Example:

@@ -58,8 +58,8 @@ class LoaderClients(Population):
     def num_samples(self, client: Client) -> int:
         """Number of the client's examples.
 
-        Without a data set, the examples are counted in one pass over the batches. For data without length, the number
-        is ``local_steps`` times the batch size.
+        If the loader has a length but no ``dataset``, the examples are counted in one pass over the batches. If the
+        length is unknown, the number is ``local_steps`` (batches per round) times the batch size.
         """
         return self._count(client, self._loader(client))
 

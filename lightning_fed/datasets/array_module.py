@@ -68,7 +68,7 @@ class ArrayDataModule(LightningDataModule, ABC):
 
     @abstractmethod
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads the data set for one split. Use `subset` and `held_out` to select the samples."""
+        """Reads the data set for one split. Subclasses select the samples with the methods `subset` and `held_out`."""
 
     @property
     def num_classes(self) -> int:

@@ -122,7 +122,7 @@ class Omniglot(FileDataModule):
     def load_split(self, split: Split) -> ArrayDataset:
         """Reads the training, validation or test data from the background set.
 
-        `groups` has each sample's natural client, such as `"Greek/07"` for alphabet and person, or `"Greek"`.
+        `groups` has each image's natural client: alphabet and person (`"Greek/07"`), or alphabet, see `group_by`.
         """
         first_val, first_test = _DRAWERS - self.val_drawers - self.test_drawers + 1, _DRAWERS - self.test_drawers + 1
         drawings = self._read(is_background=True)

@@ -1,4 +1,4 @@
-"""Text of a play's roles, read or generated, and windows of the text as samples."""
+"""Reads or generates the text of each speaking role in a play, and cuts the text into samples."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class TorchvisionImages(FileDataModule):
     """Base class of `MNIST`, `FashionMNIST` and `CIFAR10`.
 
     Args:
-        data_dir: Folder around the data set's folder.
+        data_dir: Folder containing the data set's folder, such as `MNIST` or `cifar-10-batches-py`.
         download: Whether to download missing files with torchvision.
         val_size: Number of random training images held out for validation; 0 for no validation.
         augment: Whether to augment training images at random.

@@ -178,7 +178,7 @@ def loss_in(output: Any) -> Any:
 
 
 def forward_step(module: L.LightningModule) -> str | None:
-    """Returns the name of the module's step that runs the model on a batch without training, or ``None``."""
+    """Chooses a step to run the model without training: ``"training_step"``, ``"validation_step"`` or ``None``."""
     # With manual optimization, `training_step` would train.
     if module.automatic_optimization:
         return "training_step"

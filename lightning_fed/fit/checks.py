@@ -279,7 +279,7 @@ def check_option(name: str, then: str, now: str) -> None:
 
 
 def warn_of_batch_norm_option(then: str, now: str) -> None:
-    """Warns if ``batch_norm`` is ``now`` in an evaluation, but was ``then`` in training."""
+    """Warns if training used another ``batch_norm`` option (``then``) than this evaluation (``now``)."""
     if then and then != now:
         _log.warning(
             "The checkpoint's scores were measured with batch_norm=%s, but this evaluation uses %s: set "

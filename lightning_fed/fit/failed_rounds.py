@@ -13,12 +13,12 @@ from lightning_fed.server.server import RoundReport
 
 @dataclass
 class FailedRounds:
-    """Counts consecutive rounds without a new global model, and ends the fit after too many.
+    """Counts consecutive rounds without a new global model, and ends the fit at a limit.
 
     Args:
         in_a_row: Number of failed rounds since the last new global model.
         has_trained: Whether any round has succeeded.
-        message: Error message about the failed rounds; empty without a limit.
+        message: Error message about the failed rounds; empty if :meth:`count` is called with ``limit=None``.
         cause: First client's exception in the last failed round.
     """
 

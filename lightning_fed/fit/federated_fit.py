@@ -297,7 +297,7 @@ class FederatedFit:
             )
 
     def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
-        """Determines the policies of new state dict entries. Returns whether any entry is new."""
+        """Decides if each new state dict tensor is shared, personal, frozen or sliced. Returns whether any is new."""
         if self.policies.keys() >= live_entries(module).keys():
             return False
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}

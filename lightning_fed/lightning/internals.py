@@ -212,7 +212,7 @@ def advise_workers(trainer: L.Trainer, loader: Any) -> None:
 def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
     """Sets ``trainer.is_last_batch``. Returns the previous value.
 
-    Lightning also ends the epoch by this value, so the caller must restore the previous value.
+    ``True`` marks the last batch of a client's epoch. Restore the old value afterwards, or Lightning ends the round.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     before: bool = progress.is_last_batch

@@ -77,8 +77,8 @@ def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: 
 def _split_blocks(family: list[_Neuron]) -> list[tuple[list[_Neuron], int]]:
     """Splits neurons in the same layers into sets of exchangeable neurons.
 
-    Returns each set with the number of GroupNorm groups (1 without GroupNorm). With several groups, a neuron moves only
-    within its group, or whole groups exchange places.
+    Returns each set with the number of blocks. The neurons in one GroupNorm group are a block. Neurons can exchange
+    places within a block, and whole blocks can exchange places. Without GroupNorm, a set is one block.
     """
     # Whole blocks are exchangeable if all blocks have equal size and no normalization group spans two blocks.
     blocks: dict[frozenset[Constraint], list[_Neuron]] = defaultdict(list)

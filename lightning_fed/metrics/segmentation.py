@@ -71,8 +71,8 @@ class SegmentationScores(Metric):
         """Adds a batch of predictions and labels.
 
         Args:
-            logits: Model outputs, shape ``(N, C, H, W)``. Except in mode ``"multiclass"``, values above 0 are positive.
-            target: Class indices, shape ``(N, H, W)``. In the other modes, 0 and 1 in the shape of ``logits``.
+            logits: Outputs ``(N, C, H, W)``. In mode ``"binary"`` or ``"multilabel"``, values above 0 predict a class.
+            target: Class indices, shape ``(N, H, W)``. In these two modes, 0 and 1 in the shape of ``logits``.
         """
         options: dict[str, Any] = {"average": "none", "ignore_index": self.ignore_index, "validate_args": False}
         if self.mode == "multiclass":

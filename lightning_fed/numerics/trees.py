@@ -231,7 +231,7 @@ def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
 def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
     """Flattens a tensor, and splits the result into chunks for the CPU cache.
 
-    On other devices the result is a single chunk. The chunks share a contiguous tensor's memory.
+    On other devices the result is a single chunk. If ``value`` is contiguous, the chunks share memory with ``value``.
     """
     flat = value.reshape(-1)
     if value.device.type != "cpu" or len(flat) <= _CACHED_ELEMENTS:

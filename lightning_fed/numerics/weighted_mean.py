@@ -97,9 +97,9 @@ class WeightedMean:
     ) -> dict[str, Tensor]:
         """Returns the weighted mean of all added state dicts.
 
-        ``base`` is the state dict before the round, required if clients sent only some rows. A tensor missing in an
-        added state dict is taken from ``base``, or is 0 without ``base``. Without a positive weight, raises
-        ``ValueError``.
+        ``base`` is the state dict before the round. A tensor missing in an added state dict is taken from ``base``, or
+        is 0 without ``base``. If clients sent only some rows of a tensor (``rows`` in :meth:`add`), ``base`` is needed.
+        ``row_weighting`` is for these tensors, see :class:`RowSums`. Without a positive weight, raises ``ValueError``.
         """
         if self.total <= 0:
             raise ValueError("Expected at least one state with a positive weight before `mean`.")

@@ -31,7 +31,7 @@ class PartitionOfPartition(Partition):
 
     @abc.abstractmethod
     def change(self, client: Client, seed: int) -> Callable[[Any], Any]:
-        """Returns a picklable function that changes one sample of ``client``."""
+        """Returns a picklable transform for the samples of ``client``, such as a permutation of the pixels."""
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
         return self.partition.split(dataset, seed)

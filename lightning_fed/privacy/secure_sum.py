@@ -182,7 +182,7 @@ class SecureSum(UpdateStep):
 
     @torch.no_grad()
     def mean(self, total: State, clients: Sequence[Client]) -> ClientUpdate:
-        """Decodes a sum of updates to the mean, as one update. Raises ``BadUpdates`` for an impossible total weight."""
+        """Decodes a sum of updates to the mean. Raises ``BadUpdates`` if the total weight is below 1 or too large."""
         assert self.ring is not None
         most = len(clients) * self.ring.max_weight
         weight = len(clients) if self.is_private else int(total[WEIGHT])

@@ -69,7 +69,7 @@ def own_models(fit: FederatedFit, module: L.LightningModule) -> Iterator[Callabl
 def client_state(
     fit: FederatedFit, module: L.LightningModule | None, client: Client, is_in_round: bool
 ) -> dict[str, Any]:
-    """Returns the state dict of a client's model. ``module`` must contain the global model."""
+    """Implements :meth:`Federation.client_state`. Needs the global model in ``module``, so fails if ``is_in_round``."""
     # Validation without a fit does not load the clients.
     if module is not None and not fit.is_population_known and fit.policies:
         is_known = not fit.local_model(module).personal or fit.store.get(client) is not None

@@ -77,7 +77,7 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
 
 
 def estimate(kind: Kind, sums: Sequence[float]) -> tuple[Estimate, int, tuple[float, float]]:
-    """Estimates two models' score difference from a site's numbers. Also returns the case count and both scores."""
+    """Estimates two models' score difference from :func:`answer_site` sums. Also returns case count and both scores."""
     if kind == "areas":
         return difference_of_areas(sums), int(sums[0] + sums[1]), (sums[2], sums[3])
     if kind == "replicates":

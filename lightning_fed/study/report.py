@@ -32,11 +32,11 @@ _VERDICTS = ("hurts", UNKNOWN, "helps", TOO_FEW)  # in the order of the table
 class Study:
     """Results of a study: the compared models, and sums over each site's test cases.
 
-    ``models`` lists the primary method, other federated methods, ``"central"`` if trained, and ``"local"``. ``answers``
-    contains each site's sums over test cases (:func:`answer_site`), or is empty with a secure sum.
-
-    ``totals`` is only for a secure sum, and contains seven numbers for each method: the number of sites, the four
-    :func:`effect_sums` added over sites, the method's mean score, and the mean score of ``"local"``.
+    ``models`` starts with the primary method, the federated method for the main comparison with ``"local"``. Other
+    federated methods follow, then ``"central"`` if trained, and ``"local"``. ``answers`` contains each site's sums over
+    test cases (:func:`answer_site`). With a secure sum, ``answers`` is empty, and ``totals`` contains seven numbers for
+    each method: the number of sites, four sums over sites (:func:`effect_sums`), the method's mean score, and the mean
+    score of ``"local"``.
     """
 
     metric: str
@@ -54,8 +54,9 @@ class Study:
 class SiteGain:
     """Gain of ``method`` over ``baseline`` at a site, positive if the method is better.
 
-    An empty ``site`` stands for all sites. ``count`` is the number of cases, or of sites. ``adjusted`` is the p-value
-    with Holm's correction. ``detectable`` is the smallest true gain found with probability 80 %.
+    ``count`` is the number of test cases. An empty ``site`` stands for all sites, and ``count`` is then the number of
+    sites. ``adjusted`` is the p-value with Holm's correction. ``detectable`` is the smallest true gain with an 80 %
+    chance of a significant result.
     """
 
     site: str

@@ -226,7 +226,7 @@ class SegmentationTask(Task):
         return x, mask.long()
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Returns class indices, ``(N, H, W)``, or for ``mode="multilabel"`` 0 and 1, ``(N, num_classes, H, W)``."""
+        """Returns class indices, ``(N, H, W)``. In mode ``"multilabel"``: binary masks, ``(N, num_classes, H, W)``."""
         x = self.inputs_of(batch)
         logits: Tensor = self(x) if self._tile is None else tiled_logits(self, x, self._tile, self._tile_overlap)
         if self._mode == "multiclass":

@@ -198,9 +198,9 @@ class RecordedOrder(Order):
 
 
 class NetworkOrder(Order):
-    """Order of updates from clients on a network, in real time.
+    """Selects clients on a network to train next, and tracks the clients in training.
 
-    The object remembers the clients in training. A restarted server loads these clients from a checkpoint.
+    Updates arrive in real time, in an unknown order. A restarted server loads the tracked clients from a checkpoint.
     """
 
     def __init__(self) -> None:

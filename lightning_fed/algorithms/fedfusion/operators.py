@@ -123,7 +123,7 @@ class ConvFusion(FusionOperator):
 
     @torch.no_grad()
     def summary(self) -> dict[str, float]:
-        """Returns the global features' share in the squared fusion weights, for the log."""
+        """Returns ``global_share``, to log: the global features' fraction of the sum of squared weights."""
         squares = self.weight.square()
         return {"global_share": float(squares[:, : len(squares)].sum() / squares.sum())}
 

@@ -48,11 +48,10 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
     With :class:`~lightning_fed.algorithms.FedMargin` the points are the mean prototypes over clients and rounds. With
     other methods the points are means over the round's clients. On a plain ``L.Trainer`` the points are the prototypes
     at the end of the epoch. :class:`~lightning_fed.callbacks.ClassPrototypes` measures the prototypes. FedMargin adds
-    this callback; for other methods pass the callback explicitly.
+    ``ClassPrototypes`` automatically. With other methods, pass both callbacks to the Trainer.
 
-    The plane shows the largest variance (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`). Each new plane is
-    rotated to match the previous picture. The title shows the share of the variance within the plane. Other loggers
-    receive no pictures.
+    The plane shows the largest variance (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`). Each plane is
+    rotated to match the last picture. The title shows the plane's share of the variance. Other loggers get no pictures.
 
     Saved state: ``last_epoch``, the epoch with the last picture, and ``view``, the plane.
 

@@ -176,12 +176,14 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
         P_t[c] & \text{if } c \text{ is seen for the first time} \\
         \bar P_{t-1}[c] & \text{if } c \text{ is not seen now} \end{cases}
 
-    This equation reconstructs FedMargin's text, with :math:`\beta = 0.1` as in FedSpace's code. Counts are added.
+    The FedMargin paper has no equation, so this one is a reconstruction. The value :math:`\beta = 0.1` is from the code
+    for FedSpace (Shenaj et al., CVPR Workshops 2023). Counts are added.
 
     Args:
         previous: Mean prototypes :math:`\bar P_{t-1}` before round :math:`t`; ``None`` in the first round.
         current: The round's prototypes :math:`P_t`, see :func:`aggregate_prototypes`.
-        memory: ``"ema"`` for this moving average, ``"cumulative"`` for the mean weighted by counts, as in SDR's code.
+        memory: ``"ema"`` for this moving average, ``"cumulative"`` for the mean weighted by counts, as in the code for
+            SDR (Michieli and Zanuttigh, CVPR 2021).
 
     Raises:
         ValueError: If ``memory`` is unknown or shapes differ.

@@ -37,9 +37,8 @@ class SampledSoftmaxHead(LogitsLayer):
 
     Features :math:`f` have shape ``(*, in_features)``, and logits :math:`o` shape ``(*, num_classes)``. Class j has the
     weight row :math:`w_j` and the bias :math:`b_j`. While a client trains, the weight may have rows for only some
-    classes, called held classes (:meth:`hold`). Training logits then have only these columns. Otherwise this layer is
-    an ordinary layer. Do not place a ReLU directly before cosine logits, because zero features give very large
-    gradients.
+    classes (:meth:`hold`). Training logits then have columns for only these classes. At other times, this layer is an
+    ordinary layer. Do not place a ReLU directly before cosine logits, because zero features give very large gradients.
 
     Args:
         in_features: Size of a feature vector.
@@ -47,8 +46,8 @@ class SampledSoftmaxHead(LogitsLayer):
         scale: Factor :math:`s` for cosine logits.
         normalize: Whether to compute cosine logits, instead of linear logits as in `torch.nn.Linear`.
         bias: Whether to add a bias. The paper has no bias.
-        margin: Margin for cosine logits in training, see :func:`~lightning_fed.algorithms.fedss.with_margin`. ArcFace
-            uses 0.5 radians with scale 64, and CosFace a cosine of 0.35.
+        margin: Margin for cosine logits in training, see :func:`~lightning_fed.algorithms.fedss.with_margin`. The
+            ArcFace paper uses an angle of 0.5 radians and scale 64. The CosFace paper uses a cosine difference of 0.35.
         margin_of: Quantity changed by the margin: ``"angle"`` (ArcFace) or ``"cosine"`` (CosFace).
 
     Raises:

@@ -31,7 +31,7 @@ _IRRELEVANT_WARNINGS = (
 class _Entry:
     """Options and latest value for one name logged with ``LightningModule.log``.
 
-    ``metric`` is the attribute path of a logged metric object. ``position`` is the last client's index in the round.
+    ``metric`` is a logged metric object's attribute path. ``last`` is from the client at ``position`` in the round.
     """
 
     options: dict[str, Any]

@@ -272,7 +272,7 @@ async def _answer(send: Send, status: int, body: bytes) -> None:
 
 
 def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: str, key: str, database: str) -> None:
-    """Runs the gateway until the process ends. ``database``: the SuperLink's SQLite file with nodes' public keys."""
+    """Forwards nodes' calls to the SuperLink until stopped. ``database``: SQLite file with the nodes' public keys."""
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners = [Listener(family, address) for family, address in {(info[0], info[4]): None for info in infos}]
     config = uvicorn.Config(

@@ -124,7 +124,7 @@ class KeepRounds(FederatedCallback):
 
 
 def load_round(folder: Path, round: int) -> tuple[dict[str, Any], list[ClientUpdate]]:
-    """Loads a round's models and all received updates, stored by :class:`KeepRounds`, without executing code."""
+    """Loads a round from the files of :class:`KeepRounds`: models and all received updates. Executes no stored code."""
     path = folder / f"round-{round:06d}"
     if not (path / _ROUND).exists() or not (path / RECORD).exists():
         raise FileNotFoundError(f"Expected a complete round, stored by `KeepRounds`, but {str(path)!r} lacks files.")

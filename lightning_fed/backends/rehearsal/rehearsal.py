@@ -57,8 +57,9 @@ class Plan:
     """Deployment to simulate, and options for the simulation.
 
     ``federation`` and ``model`` are functions, called in every simulated process. ``data`` returns a client's data, by
-    default artificial data. ``model_bytes`` is the real model's size, by default the size of ``model``. With
-    ``trains``, clients train ``model``; by default :func:`train_stand_in` computes artificial updates.
+    default artificial data. Message sizes and memory use are scaled to ``model_bytes``, the size of the deployed model.
+    By default, this is the size of ``model``. With ``trains``, clients train ``model``; by default
+    :func:`train_stand_in` computes artificial updates.
     """
 
     sites: Sites

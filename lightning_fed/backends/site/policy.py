@@ -68,7 +68,7 @@ class Refusal(ClientFault):
 
 @dataclass(frozen=True)
 class Half:
-    """Describes a client program for the policy check: method name, update steps and callbacks."""
+    """The client's half of a federation, checked by the site policy: method name, update steps and callbacks."""
 
     method: str
     steps: Sequence[UpdateStep] = ()

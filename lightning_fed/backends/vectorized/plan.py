@@ -89,10 +89,10 @@ class Vectorized(VisitsAtOnce):
 
 
 class _Measured(NamedTuple):
-    """Benchmark result: the fastest group size for small models.
+    """Fastest number of clients to train simultaneously, from a benchmark with small models.
 
-    For at most ``most_parameters`` parameters and at least ``least_cohort`` clients per round, groups of ``clients``
-    clients train fastest. ``gain`` is the speed-up over training one client after another.
+    The result is for at most ``most_parameters`` parameters, and at least ``least_cohort`` clients per round.
+    ``clients`` is the fastest number. ``gain`` is the speed-up over training one client after another.
     """
 
     most_parameters: int

@@ -102,7 +102,7 @@ def read_sum_request(packet: Packet) -> SumRequest:
 
 
 def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
-    """Creates a packet with a client's answer in a secure sum. ``rows`` are explained at ``REPLY_BYTES``."""
+    """Packs a client's answer in a secure sum. ``rows``: the client's keys, or bytes per peer (``REPLY_BYTES``)."""
     header = {"client": request.client, "stage": request.stage}
     return write_packet("sum", header, rows={"rows": _to_tensor(rows, REPLY_BYTES[request.stage])})
 

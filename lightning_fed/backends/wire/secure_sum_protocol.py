@@ -90,7 +90,7 @@ class Secrets:
 
 @dataclass(frozen=True)
 class Share:
-    """One client's shares of another client's two secrets: ``pairing`` and ``seed`` as in :class:`Secrets`."""
+    """Part of a client's :class:`Secrets` for one recipient: a share of ``pairing``, and a share of ``seed``."""
 
     pairing: bytes
     seed: bytes

@@ -106,8 +106,8 @@ class Transport(ABC):
     ) -> Iterator[tuple[Client, Answer]]:
         """Sends packets to clients, and yields the answers in the order of the packets.
 
-        ``kind`` is the message type. ``packets`` are consumed one at a time. A restarted client receives the packet
-        ``again(client)``.
+        ``kind`` is the message type. ``packets`` are consumed one at a time. If a client restarts before the answer,
+        the function ``again`` creates a new packet for this client.
         """
         self.discover()
         self._count_late()
@@ -163,9 +163,9 @@ class Transport(ABC):
     ) -> tuple[Client, Answer] | None:
         """Waits for the next answer to one of ``messages``. Returns the client and the answer.
 
-        Waits at most ``seconds``, then returns ``None``. The answered message is removed from ``messages``. After a
-        lost connection or an exceeded time limit, the answer is a text with the reason. A restarted client receives
-        ``again(client)``.
+        Removes the answered message from ``messages``. If a client loses the connection or misses the deadline, the
+        answer is a text with the reason. If a client restarts, the function ``again`` creates a new packet for this
+        client. Returns ``None`` if no client answers within ``seconds``.
         """
         self._count_late()
         end = time.monotonic() + seconds
@@ -189,7 +189,7 @@ class Transport(ABC):
     def _miss(self, message: Message, again: Callable[[Client], Packet] | None) -> Answer | None:
         """Checks whether a client can still answer. Returns ``None`` to keep waiting, otherwise the reason to give up.
 
-        A restarted client receives the new message ``again(client)``.
+        If the client has restarted, sends a new packet from the function ``again``.
         """
         now = time.monotonic()
         if now - message.checked_at < _LOOK:

@@ -463,7 +463,7 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
 
 
 class ClientsBatch:
-    """Dataloader for a server without data: one empty batch in place of the clients' evaluation data."""
+    """Dataloader for a server without data. At the only batch, ``None``, the server asks clients to evaluate."""
 
     def __len__(self) -> int:
         return 1

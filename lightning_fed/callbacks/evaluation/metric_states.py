@@ -197,8 +197,8 @@ class RunningValue(Tensor):
 def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
     """Context that marks metric values computed before the end of an epoch.
 
-    ``compute`` appends the metric to ``traced``, and returns a :class:`RunningValue`. Values for one batch, from
-    ``metric(...)``, stay unmarked.
+    In this context, ``metric.compute()`` returns a :class:`RunningValue`, and the metric is appended to ``traced``.
+    Values for one batch, from ``metric(...)``, stay unmarked.
     """
     metrics, depth = list(metrics), [0]
 
@@ -347,9 +347,10 @@ class MetricStates(dict[str, MetricState]):
         return merged
 
     def compute(self, metrics: Mapping[str, Metric], keys: Iterable[str]) -> dict[str, float]:
-        """Computes the metric value for each key. Skips a metric if ``compute`` raises an error.
+        """Computes metric values from the states. Skips a metric if ``compute`` raises an error.
 
-        The states are loaded into ``metrics``. Afterwards each metric contains the state for all dataloaders together.
+        A key names a metric, for one dataloader or for all data (:func:`state_key`). The states are loaded into
+        ``metrics``. Afterwards each metric contains the state for all data.
         """
         for name, metric in metrics.items():  # a metric can depend on other metrics, so all states are loaded first
             _write_state(metric, self.get(name))
