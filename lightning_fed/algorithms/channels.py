@@ -82,8 +82,8 @@ class Channel:
 class Report(NamedTuple):
     """Additional numbers in a client's update, for each :class:`Channel` and model parameter (by name).
 
-    ``numbers[channel][parameter]`` is one number. ``octaves[channel, parameter]`` has its binary exponent, to compare
-    clients. With ``bounds="work"``, the number is first divided by both values in :attr:`ChannelRule.work`.
+    ``numbers[channel][parameter]`` is one number. If the channel has ``bounds``, ``octaves[channel, parameter]`` has
+    the binary exponent, or for ``"work"`` two exponents: after division by each value in :attr:`ChannelRule.work`.
     """
 
     num_samples: int

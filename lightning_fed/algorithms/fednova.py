@@ -52,9 +52,9 @@ class FedNova(ChannelRule):
 
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
     paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``. The server excludes clients with
-    implausible lengths. With ``local_steps`` (and no stragglers), the length per planned step may differ from the
-    round's median by a factor of about 8. With epochs, the factor is about 64, or larger with momentum or schedulers
-    per batch. Then a client is excluded only if the length per epoch and the length per example both exceed the factor.
+    implausible lengths. With ``local_steps`` and no stragglers, the length per planned step may differ from the
+    round's median by a factor of at most about 8. Otherwise the factor is about 64, or larger with momentum or per-step
+    schedulers. With epochs, a client is excluded only if the lengths per epoch and per example both exceed the factor.
 
     - Sends: 1 model down, 1 up (and one number per parameter).
     - Keeps: nothing.
@@ -117,7 +117,7 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Adds one step to a client's length, see :class:`FedNova`. Returns the momentum b_k and lengths d_1 to d_k."""
+        """Adds one step to a client's length, see :class:`FedNova`. Returns the buffer b_k and distances d_1 to d_k."""
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length

@@ -72,8 +72,8 @@ class _Labels:
 class _Origin:
     """Describes how a tensor was computed in a training step.
 
-    The tensor depends on batch tensors with indices ``leaves``, and losses with indices ``losses``. If the tensor is a
-    product of probabilities and labels, to be summed for a loss such as Dice, ``product`` is the index of this loss.
+    The tensor depends on batch tensors with indices ``leaves``, and losses with indices ``losses``. If the tensor is
+    p * y or p - y for probabilities p and labels y, ``product`` is the index of the loss, such as Dice, with the sum.
     """
 
     leaves: frozenset[int] = frozenset()

@@ -99,8 +99,8 @@ class Federation(TrainerCallback):
             :class:`~lightning_fed.client.client_store.ClientStore`, or by default memory.
         visits: Loop for local training. All loops have equal results, up to rounding. ``"lightning"``: Lightning's
             loop. ``"fused"``: a faster loop that skips unused hooks. ``"auto"``: fused if possible.
-            :class:`~lightning_fed.Vectorized`: several clients at once. ``"fastest"``: ``Vectorized`` if stored
-            benchmarks show a gain for the model, device and number of clients per round, otherwise ``"auto"``.
+            :class:`~lightning_fed.Vectorized`: several clients at once. ``"fastest"``: ``Vectorized`` with the
+            best number from stored benchmarks for model, device and clients per round; without a gain, ``"auto"``.
         steps: Steps between local training and the new global model, such as clipping (:mod:`lightning_fed.steps`), in
             order of execution on the client. The method's steps run first on the client. The objects are copied.
         seed: Seed for the partition and the choice of clients; by default the seed from ``seed_everything``, or 0.

@@ -165,7 +165,7 @@ class WeightAverages(FederatedCallback):
             if self._methods[0].original(step_idx=step_idx):
                 raise MisconfigurationException(
                     f"Expected {self._name}.should_update to be true before step {len(_TRIED_STEPS[0])} or at no step, "
-                    f"but is first true at step {step_idx}, which the federation does not try before the first round: "
+                    f"but step {step_idx} is the first, which the federation does not try before the first round: "
                     f"start averaging earlier, or {_AFTER_ROUNDS}."
                 )
             return False

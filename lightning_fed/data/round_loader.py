@@ -36,7 +36,7 @@ class RoundLoader:
         failed: Clients without usable data, with the reason.
         group: The current client's planned training. Several items if several clients train at once.
         interrupting: Function that returns a context manager. The time limit interrupts the code inside.
-        batches_left: Number of remaining batches for ``group``. After the last group: remaining ``padding`` batches.
+        batches_left: Number of later batches for ``group``; after the last group, number of later ``padding`` batches.
         num_skipped: Batches to skip in a resumed fit, because the earlier fit has trained on these.
         padding: Number of ``None`` batches at the round's end. With these, all processes have equally many batches.
         on_start: Function called before the first batch is fetched.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str) -> Path:
-    """Finds the first of ``candidates`` in the folder ``data_dir``. ``data_dir`` can also be the file itself."""
+    """Finds the first existing candidate in the folder ``data_dir``. ``data_dir`` can also be a candidate's file."""
     root = Path(data_dir)
     if root.is_file() and root.name in {Path(candidate).name for candidate in candidates}:
         return root

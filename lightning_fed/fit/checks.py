@@ -203,7 +203,7 @@ def _check_optimizers(trainer: L.Trainer, keeps_optimizers: bool) -> None:
             raise MisconfigurationException(
                 "Expected a per-step scheduler with frequency=1, other than ReduceLROnPlateau, but got frequency="
                 f"{config.frequency} and {type(config.scheduler).__name__}. The scheduler restarts for every client: "
-                "use frequency=1 with another scheduler, or interval='epoch' (one step per round)."
+                "use frequency=1 and no ReduceLROnPlateau, or interval='epoch' (one step per round)."
             )
 
 

@@ -177,7 +177,7 @@ class CentralDP(UpdateStep):
         """Sets the budget and the secret noise key before a fit. Refuses another budget in a resumed fit."""
         if self.budget is not None and self.budget != budget:
             raise OptionError(
-                f"Expected the privacy budget of earlier rounds, {self.budget}, but got {budget}: use the same options."
+                f"Expected the earlier privacy budget, {self.budget}, but got {budget}: keep all options and clients."
             )
         self.budget, self.key = budget, key
         self.step_noise  # noqa: B018 - raises

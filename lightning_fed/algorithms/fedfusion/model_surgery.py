@@ -62,7 +62,7 @@ def fuse(
         raise ValueError(f"Expected {type(module).__name__} without `{FUSION}`, but the module has one: use `unwrap`.")
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         raise ValueError(
-            f"Expected no container of layers, but got {type(module).__name__}: wrap the container in a module."
+            f"Expected no container of layers, but got {type(module).__name__}: wrap it in another kind of module."
         )
     extractor = find_extractor(module, at, network)
     root = module.get_submodule(extractor.network)

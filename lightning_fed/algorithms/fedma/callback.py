@@ -69,7 +69,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         pin: Patterns for parameter names, such as ``"embedding.*"``. Neurons in these layers keep their positions.
         extra_groups: Groups of neurons missed by tracing. A group's size is the layer width in a client's model.
         target: Position of the labels in a batch: index, key or function; by default the labels used in the loss. If
-            the loss uses no label tensor from the batch, or several, output layers are averaged by numbers of examples.
+            no single label tensor is found for the output layer, this layer is averaged by numbers of examples.
         inputs: Position of the inputs in a batch: index, key or function.
 
     Raises:

@@ -196,7 +196,7 @@ class SampledSoftmax(FederatedCallback):
                 f"Expected the loss to use the outputs of {self._head_name!r}, with a negative or no `ignore_index`, "
                 f"but the loss uses the outputs of {task.layer!r}, with `ignore_index={void}`. In training, labels"
                 " become indices of a client's classes, so an `ignore_index` of 0 or more could exclude a class:"
-                f" replace the ignored label by -100 in the data, or {remedy}."
+                f" use -100 as the ignored label in data and loss. For outputs of another layer, {remedy}."
             )
         return task.target
 

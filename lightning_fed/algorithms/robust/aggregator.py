@@ -44,10 +44,10 @@ class RobustAggregator(Aggregator):
     """Base class of aggregation rules for federations with some malicious clients.
 
     Subclasses implement :meth:`combine`, which receives the round's updates. An update is the client's model minus the
-    global model, as one vector of floating-point values. Two kinds of values are combined separately. BatchNorm's
-    running statistics are averaged without the f smallest and f largest values, for f malicious clients. Integers take
-    the majority value. A subclass sets ``least = (a, b)``: a round with fewer than ``a f + b`` updates fails. If f = 0,
-    one update suffices.
+    global model, as one vector of all shared floating-point values except BatchNorm's running statistics. These
+    statistics are averaged without the f smallest and f largest values, for f malicious clients. Integers take the
+    majority value. A subclass sets ``least = (a, b)``: a round with fewer than ``a f + b`` updates fails. If f = 0, one
+    update suffices.
 
     Args:
         num_malicious: Number f of malicious clients per round; by default the largest number that the rule tolerates.

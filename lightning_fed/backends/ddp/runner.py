@@ -164,7 +164,7 @@ class RankSide(RemoteServerSide):
 
     def start(self, fit: FederatedFit) -> None:
         strategy = fit.trainer.strategy
-        # Only the first process writes the file with stored tensors, so waits until the other processes have read it.
+        # Only the first process writes the file with stored tensors, after the other processes have read the file.
         if fit.trainer.is_global_zero:
             strategy.barrier()
         super().start(fit)

@@ -111,7 +111,7 @@ class SiteGate:
             for file in folder.iterdir() if folder.is_dir() else ():
                 if file.suffix in (".toml", ".tml") or file.name.startswith(_TRACES) or "policy" in file.name.lower():
                     _log.error(
-                        "%s shows that the site has a policy, but %s is missing: restore the policy.", file, self._path
+                        "%s suggests a policy but %s is missing: restore the policy or move the file.", file, self._path
                     )
                     return True
         return False

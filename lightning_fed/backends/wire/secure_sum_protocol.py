@@ -159,7 +159,7 @@ def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, co
         opened = cipher.decrypt(sealed[:NONCE], sealed[NONCE:], None)
     except InvalidTag as error:
         raise SumError(
-            "a share (part of a secret) cannot be decrypted: it was changed, or is for another client or round"
+            "a share (part of a secret) cannot be decrypted: changed, or made with other keys or for another round"
         ) from error
     if len(opened) != 2 * SECRET:
         raise SumError("a received share (part of a secret) has a wrong length")
@@ -245,7 +245,7 @@ def _restore(
         return secret, wrong
     raise SumError(
         f"the shares (parts of secrets) of client {dealer!r} do not restore the client's {secret_name}: either this "
-        f"client made wrong shares, or more than {len(opened) - least} of {len(opened)} clients returned wrong shares",
+        f"client made wrong shares, or too many of {len(opened)} clients returned wrong shares",
         dealer,
     )
 

@@ -52,7 +52,7 @@ class ServerSum:
         """
         for client in [client for client in clients if client in self.distrusted]:
             self._server.fail(
-                client, "the client's shares (parts of secrets) were wrong or unreadable in an earlier sum of this run"
+                client, "the client's shares (parts of secrets) were unusable in an earlier sum of this run"
             )
         clients = [client for client in clients if client not in self.distrusted]
         while self._are_enough(clients):
@@ -112,7 +112,7 @@ class ServerSum:
         self.distrusted.add(client)
         self._server.fail(
             client,
-            f"{words}. Either the shares are wrong, or the other clients are at fault. Later sums exclude the client",
+            f"{words}. Either the shares are wrong, or these clients are at fault. Later sums exclude the client",
         )
         return True
 

@@ -185,7 +185,7 @@ def test_a_sum_begins_again_without_one_who_seals_nonsense(federated_trainer, tm
     words = "client 'bob' is excluded: 4 of 5 clients cannot decrypt the client's shares"
     assert words in caplog.text
     assert "Round 1: the secure sum restarts with new keys from the other 4 clients." in caplog.text
-    words = "the client's shares (parts of secrets) were wrong or unreadable in an earlier sum of this run"
+    words = "the client's shares (parts of secrets) were unusable in an earlier sum of this run"
     assert f"Round 2: client 'bob' is excluded: {words}" in caplog.text
     assert [row["fed/failed"] for row in there.logged] == [1, 1]
     asked = [stage_of(message) for _, message in grid.sent]
@@ -237,10 +237,10 @@ def test_one_who_shares_something_else_costs_a_round(federated_trainer, tmp_path
     assert len(there.aggregates) == 1
     assert (
         "the shares (parts of secrets) of client 'bob' do not restore the client's mask: either this client made wrong "
-        "shares, or more than 1 of 5 clients returned" in caplog.text
+        "shares, or too many of 5 clients returned" in caplog.text
     )
     assert "Round 1: client 'bob' is excluded from further sums of this run. The round is not repeated" in caplog.text
-    words = "the client's shares (parts of secrets) were wrong or unreadable in an earlier sum of this run"
+    words = "the client's shares (parts of secrets) were unusable in an earlier sum of this run"
     assert f"Round 2: client 'bob' is excluded: {words}" in caplog.text
 
 
