@@ -17,7 +17,7 @@ from lightning_fed.server.server import Server
 from lightning_fed.steps import Chain, MaxMedianNorm, MaxNorm, UniformWeights
 from tests import models
 from tests.backends.flower.halves import SIZES, in_process, on_flower
-from tests.breadth import quick
+from tests.breadth import quick, slow
 from tests.recorders import assert_same, state_of
 
 STEPS = {"8 bits": Quantized(8), "4 bits": Quantized(4), "top": TopK(0.3), "float16": Float16()}
@@ -152,8 +152,8 @@ def test_a_share_out_of_range(value):
 @pytest.mark.parametrize(
     ("method", "steps"),
     [
-        ("fedavgm", [MaxNorm(0.2), Quantized(8)]),
-        ("scaffold", [Quantized(4)]),
+        slow(("fedavgm", [MaxNorm(0.2), Quantized(8)])),
+        slow(("scaffold", [Quantized(4)])),
         ("fedper", [UniformWeights(), TopK(0.2)]),
     ],
 )

@@ -52,10 +52,8 @@ def draw(seed):
 # --- Fits -------------------------------------------------------------------------------------------------------------
 
 
-# Each kind of draw: noise, centres, groups, rounding, batches, rows, availability, statistics, two phases of a visit.
-THAT_DRAW = [
-    "fedatt with noise", "fesem", "bucketing", "secure sum", "fedss by batch", "stragglers", "recalibrated", "fedrep",
-]  # fmt: skip
+# Draws on the server and in clients, per round and per batch; test_draws_in_sources.py reads all sources.
+THAT_DRAW = ["fedatt with noise", "bucketing", "secure sum", "fedss by batch", "stragglers"]
 
 
 @pytest.mark.parametrize("job", quick(JOBS, [*THAT_DRAW, *({"private"} & JOBS.keys())]))

@@ -20,7 +20,6 @@ from lightning_fed.messages import Request
 from lightning_fed.privacy import SecureSum
 from lightning_fed.rule import RoundInfo
 from lightning_fed.steps import Chain, MaxNorm, UpdateStep
-from tests.breadth import quick
 from tests.recorders import state_of
 from tests.test_docs import blocks
 
@@ -79,9 +78,8 @@ def test_plain_example_trains(name, run, tmp_path):
     assert curves["train_loss"][1][-1] < 0.9 * curves["train_loss"][1][0]
 
 
-@pytest.mark.parametrize(
-    ("name", "score"), quick([("segmentation", "val_miou"), ("classifier", "val_acc")], [("classifier", "val_acc")])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "score"), [("segmentation", "val_miou"), ("classifier", "val_acc")])
 def test_federated_example_trains_in_rounds(name, score, run, tmp_path):
     run(f"{name}_federated", *SETTINGS[name])
     curves = read_curves(tmp_path)

@@ -17,7 +17,6 @@ from transformers import AutoModelForSequenceClassification
 from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.matching import MatchedAverage
 from tests import models
-from tests.breadth import quick, slow
 from tests.recorders import Recorder, assert_same, state_of
 
 pytestmark = [
@@ -88,7 +87,7 @@ def check_bytes(recorder, module, count):
 
 def test_adapters_alone_travel(make_module, clients, folder, federated_trainer):
     """The base model equals the model in the folder."""
-    recorder, _ = fit(federated_trainer, module := make_module(), clients)
+    recorder, _ = fit(federated_trainer, module := make_module(), clients, rounds=1)
     check_bytes(recorder, module, len(clients))
     loaded = AutoModelForSequenceClassification.from_pretrained(folder, local_files_only=True)
     base = {name: value for name, value in loaded.state_dict().items() if "classifier" not in name}
@@ -128,8 +127,9 @@ def test_resuming(make_module, clients, federated_trainer, tmp_path):
     assert rest.logged == whole.logged[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("personal", "shared"), [slow((["*lora_*"], ["classifier"])), (["*lora_B*"], ["lora_A", "classifier"])]
+    ("personal", "shared"), [(["*lora_*"], ["classifier"]), (["*lora_B*"], ["lora_A", "classifier"])]
 )
 def test_adapters_of_the_clients_own(personal, shared, make_module, clients, federated_trainer):
     """All adapters, or the B matrices as in FedSA-LoRA."""
@@ -146,6 +146,7 @@ def test_adapters_of_the_clients_own(personal, shared, make_module, clients, fed
     assert_same(own[0], own[1], common)
 
 
+@pytest.mark.slow
 def test_on_flower(make_module, clients, federated_trainer, tmp_path):
     pytest.importorskip("flwr")
     from lightning_fed.backends.flower.client import client_app
@@ -214,7 +215,8 @@ class Segmenter(models.Module):
                 layer.eval()
 
 
-@pytest.mark.parametrize("rank", quick([0, 4], [4]))
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 4])
 def test_segmentation_with_an_encoder_from_a_file(rank, federated_trainer, tmp_path):
     torch.manual_seed(0)
     encoder = smp.encoders.get_encoder("resnet18", weights=None, depth=3)

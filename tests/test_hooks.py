@@ -188,7 +188,7 @@ def test_client_scores_are_those_of_the_round_that_is_saved(tmp_path):
         def validation_step(self, batch, batch_idx):
             self.log("val_score", float(self.trainer.current_epoch), batch_size=len(batch[0]))
 
-    clients = as_datasets(vectors())
+    clients = as_datasets(vectors({"a": 12, "b": 8}))
     keep = ModelCheckpoint(tmp_path, monitor="fed/val_score/mean", mode="max", save_top_k=-1)
     trainer = FederatedTrainer(max_rounds=4, callbacks=[keep], check_val_every_n_epoch=2, **QUIET)
     torch.manual_seed(0)

@@ -119,11 +119,11 @@ VISITS = {
 }
 
 
-# kinds covered by other cases and by the battery
-OTHER_VISITS = ("sgd", "adam", "adagrad", "batch norm", "warm-up", "manual")
+# Others: in the battery, which repeats visits too, and in tests/backends/test_fused_visits.py.
+CHOSEN = ("clipping", "lstm", "one cycle", "manual with a scheduler", "weights changed in a hook", "lbfgs")
 
 
-@pytest.mark.parametrize("name", quick(VISITS, VISITS.keys() - OTHER_VISITS))
+@pytest.mark.parametrize("name", quick(VISITS, CHOSEN))
 def test_a_visit_is_a_lightning_fit(name, plain_trainer, federated_trainer):
     """Compares every visit with a new module in a new plain Trainer, from the received state."""
     case = VISITS[name]
@@ -151,7 +151,7 @@ def tied(module):
     return {name: first.setdefault(value.data_ptr(), name) for name, value in state.items()}
 
 
-@pytest.mark.parametrize("net", [models.mlp, models.dropout_mlp])
+@pytest.mark.parametrize("net", quick([models.mlp, models.dropout_mlp], [models.dropout_mlp]))
 def test_a_visit_of_a_users_own_loader(net, plain_trainer, federated_trainer):
     """A shuffling loader gives the batches of `L.seed_everything(visit_seed)` with a plain fit."""
     clients = models.vectors({"a": 41, "b": 24})
@@ -241,9 +241,7 @@ DOORS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "door", quick(DOORS, [door for door in DOORS if door is not through_callback_and_clients_with_workers])
-)
+@pytest.mark.parametrize("door", quick(DOORS, [through_mapping, through_loader, through_callback_and_module]))
 def test_fedavg_is_fedavg(door, tmp_path):
     """BatchNorm, dropout, momentum, clipping, unequal clients, three of five per round: every round bit for bit."""
     clients = models.vectors()
@@ -268,7 +266,7 @@ def test_fedavg_is_fedavg(door, tmp_path):
     assert {len(recorder.round(number)) for number in range(ROUNDS)} == {COHORT}
 
 
-@pytest.mark.parametrize(("aggregator", "steps"), [("fairavg", None), ("fedavg", 5)])
+@pytest.mark.parametrize(("aggregator", "steps"), quick([("fairavg", None), ("fedavg", 5)], [("fedavg", 5)]))
 def test_both_rules_on_images(aggregator, steps, federated_trainer):
     clients = models.images()
     expected = fedavg_reference(
@@ -324,16 +322,23 @@ def cosine_per_step(optimizer):
 
 @pytest.mark.parametrize(
     ("optimizer", "scheduler", "optimizer_state", "local_epochs"),
-    [
-        (models.momentum, None, "keep", 2),
-        (models.adam, None, "keep", 2),
-        (models.adam, exponential, "keep", 1),
-        (models.momentum, cosine_per_step, "keep", 2),
-        (models.momentum, one_cycle, "keep", 1),
-        (models.sgd, None, "reset", 2),
-        (models.sgd, exponential, "reset", 1),
-        (models.sgd, cosine_per_step, "reset", 1),
-    ],
+    quick(
+        [
+            (models.momentum, None, "keep", 2),
+            (models.adam, None, "keep", 2),
+            (models.adam, exponential, "keep", 1),
+            (models.momentum, cosine_per_step, "keep", 2),
+            (models.momentum, one_cycle, "keep", 1),
+            (models.sgd, None, "reset", 2),
+            (models.sgd, exponential, "reset", 1),
+            (models.sgd, cosine_per_step, "reset", 1),
+        ],
+        [
+            (models.adam, exponential, "keep", 1),
+            (models.momentum, cosine_per_step, "keep", 2),
+            (models.sgd, cosine_per_step, "reset", 1),
+        ],
+    ),
 )
 def test_one_client_is_centralised_training(
     optimizer, scheduler, optimizer_state, local_epochs, plain_trainer, either_trainer
@@ -375,13 +380,11 @@ def test_optimizer_state_is_reset_for_every_visit(plain_trainer, federated_train
     assert not torch.equal(results["reset"], results["keep"])
 
 
-# For most rules messages suffice: here, and in tests/algorithms/robust/test_rules.py.
+# For most rules messages suffice: below, and in tests/algorithms/robust/test_rules.py.
 IDENTICAL = [*RULES, *ROBUST, *OWN_MODELS, FedAtt(step_size=1.0), FedAvgM(momentum=0.0), "qffl:q=0"]
 
 
-@pytest.mark.parametrize(
-    "aggregator", quick(IDENTICAL, ["feddane", "fedmargin", "scaffold", "krum", OWN_MODELS[0], "fedala", "qffl:q=0"])
-)
+@pytest.mark.parametrize("aggregator", quick(IDENTICAL, ["scaffold", "fedala"]))
 def test_identical_clients_are_one_of_them(aggregator, either_trainer):
     tensors = models.vectors({"x": 13})["x"]
     recorder = Recorder()
@@ -415,11 +418,7 @@ IN_ANY_ORDER = [*RULES, *STEPS, *OWN_MODELS, "fednova", Method("krum", steps=[Bu
     ("aggregator", "cohort"),
     quick(
         [(rule, cohort) for rule in IN_ANY_ORDER for cohort in (1.0, 2)],
-        [
-            *((rule, (1.0, 2)[place % 2]) for place, rule in enumerate(IN_ANY_ORDER[::4])),
-            ("scaffold", 2),
-            ("fednova", 2),
-        ],
+        [("fedavg", 1.0), ("scaffold", 2)],  # the order of a round's clients is the same in both runs
     ),
 )
 def test_the_order_of_the_clients_does_not_matter(aggregator, cohort, either_trainer):
@@ -441,29 +440,30 @@ def test_the_order_of_the_clients_does_not_matter(aggregator, cohort, either_tra
 def test_the_order_in_which_clients_are_visited_does_not_matter(federated_trainer):
     clients = models.as_datasets(models.vectors())
     states = []
-    for names in (list(clients), list(clients)[::-1], sorted(clients, key=lambda name: name[-1])):
+    for names in (list(clients), sorted(clients, key=lambda name: name[-1])):
         module, recorder = models.Module(models.norm_mlp(), models.momentum), Recorder()
         trainer = federated_trainer(max_rounds=2, local_epochs=2, seed=SEED, callbacks=[recorder])
         trainer.fit(module, LazyClients(names, clients.__getitem__))
         assert [visit.client for visit in recorder.round(0)] == names
         states.append(state_of(module))
-    assert_same(states[0], states[1])
-    assert_same(states[0], states[2])
+    assert_same(*states)
 
 
-def test_the_rules_agree_on_equal_sizes(either_trainer):
+def test_the_rules_agree_on_equal_sizes(federated_trainer):
     clients = models.as_datasets(models.vectors(dict.fromkeys("abcd", 24)))
     states = []
     for aggregator in ("fedavg", "fairavg"):
         module = models.Module(models.norm_mlp(), models.momentum)
-        either_trainer(max_rounds=2, method=aggregator, local_epochs=2).fit(
+        federated_trainer(max_rounds=2, method=aggregator, local_epochs=2).fit(
             module, datamodule=FederatedDataModule(clients)
         )
         states.append(state_of(module))
     assert_same(*states)
     module = models.Module(models.norm_mlp(), models.momentum)
     unequal = models.as_datasets(models.vectors({"a": 24, "b": 3, "c": 24, "d": 50}))
-    either_trainer(max_rounds=2, method="fairavg", local_epochs=2).fit(module, datamodule=FederatedDataModule(unequal))
+    federated_trainer(max_rounds=2, method="fairavg", local_epochs=2).fit(
+        module, datamodule=FederatedDataModule(unequal)
+    )
     assert not torch.equal(states[0]["net.0.weight"], module.net[0].weight)
 
 
@@ -491,7 +491,7 @@ def test_parts_received_apart_and_merged_are_the_whole(method):
 # --- 7. Only messages -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("aggregator", ["fedavg", "fairavg"])
+@pytest.mark.parametrize("aggregator", quick(["fedavg", "fairavg"], ["fedavg"]))
 def test_only_shared_entries_travel_and_every_byte_is_counted(aggregator, federated_trainer):
     """A tied language model with a personal mixing layer and a frozen bias."""
     recorder = Recorder()
@@ -568,7 +568,7 @@ def test_an_average_holds_one_state_however_many_clients(method):
 
 
 def test_the_memory_of_a_round_does_not_grow_with_its_cohort(federated_trainer):
-    """Live tensors at the end of every visit, for cohorts of two and twelve clients."""
+    """Live tensors at the end of every visit, for cohorts of two and six clients."""
 
     class Meter(FederatedCallback):
         def on_client_end(self, trainer, module, client, update):
@@ -582,27 +582,27 @@ def test_the_memory_of_a_round_does_not_grow_with_its_cohort(federated_trainer):
             counts[-1] += 1
 
     peaks, counts = [], []
-    clients = models.as_datasets(models.vectors(dict.fromkeys("abcdefghijkl", 40)))
+    clients = models.as_datasets(models.vectors(dict.fromkeys("abcdef", 40)))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 4000), nn.ReLU(), nn.Linear(4000, models.CLASSES))  # 37 000 parameters
     gc.collect()
     gc.freeze()  # existing objects are neither searched nor counted
     try:
-        for size in (2, 12):
+        for size in (2, 6):
             peaks.append(0)
             counts.append(0)
             trainer = federated_trainer(max_rounds=2, clients_per_round=size, callbacks=[Meter()])
             trainer.fit(models.Module(copy.deepcopy(net)), clients)
     finally:
         gc.unfreeze()
-    assert counts == [4, 24]
+    assert counts == [4, 12]
     assert peaks[1] <= peaks[0] + 10_000  # a state has 150 000 bytes
 
 
 # --- One Trainer, one optimizer, one process --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("door", ["trainer", "callback"])
+@pytest.mark.parametrize("door", quick(["trainer", "callback"], ["trainer"]))
 def test_nothing_is_built_per_client(door, tmp_path):
     recorder = Recorder()
 

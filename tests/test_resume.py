@@ -133,20 +133,15 @@ def test_killed_with_sigkill_and_resumed_in_another_process(run, killed, whole):
     assert_ends_alike(trainer, whole(run), folder, "killed", "resumed")
 
 
-# Other runs store the same state in the same place, or are interrupted in the tests below.
-OF_A_KIND = (
-    "personal-in-memory", "personal-batch-norm-in-folder", "batch-norm-average", "margins-in-folder",
-    "corrected-gradients", "server-moments", "server-momentum", "compressed", "personal-in-folder", "schedulers",
-    "saved-after-validation", "regularizers", "sampled-classes", "fused-features", "centers",
-    "local-batch-norm-in-folder",
-)  # fmt: skip
+# Other runs store the same state in the same place, or are interrupted in the tests below or of their methods.
+CHOSEN = ("compressed-down", "margins-in-memory", "control-variates", "in-order-of-arrival", "partition")
 
 
 @pytest.mark.parametrize(
     ("run", "where"),
     quick(
         [(run, where) for run in RUNS for where in ("second visit", "last")],
-        [(run, "second visit" if place % 2 else "last") for place, run in enumerate(RUNS) if run not in OF_A_KIND],
+        [(run, "second visit" if place % 2 else "last") for place, run in enumerate(RUNS) if run in CHOSEN],
     ),
 )
 def test_resumes_from_the_last_checkpoint(run, where, whole, tmp_path):
@@ -155,7 +150,13 @@ def test_resumes_from_the_last_checkpoint(run, where, whole, tmp_path):
     assert_ends_alike(trainer, whole(run), tmp_path, "a", "b")
 
 
-@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_end", "on_train_epoch_end"])
+@pytest.mark.parametrize(
+    "hook",
+    quick(
+        ["on_validation_start", "on_validation_end", "on_train_epoch_end"],
+        ["on_validation_start", "on_train_epoch_end"],
+    ),
+)
 @pytest.mark.parametrize("run", quick(["personal-in-folder", "saved-after-validation"], ["saved-after-validation"]))
 def test_resumes_after_a_break_between_rounds(run, hook, whole, tmp_path):
     break_off(run, tmp_path, "a", At(hook, 2, "last", interrupt))
@@ -196,7 +197,7 @@ def test_resumes_from_the_checkpoint_before_the_last(run, whole, tmp_path):
     ),
 )
 def test_broken_off_again_and_again(run, whole, tmp_path):
-    breaks = {"a": (1, "first"), "b": (1, "second visit"), "c": (2, "middle"), "d": (2, "last"), "e": (3, "middle")}
+    breaks = {"a": (1, "first"), "b": (1, "second visit"), "c": (2, "last")}
 
     def every_step():
         return ModelCheckpoint(tmp_path / "steps", every_n_train_steps=1, save_last=True, save_top_k=0)
@@ -208,8 +209,8 @@ def test_broken_off_again_and_again(run, whole, tmp_path):
         with pytest.raises(Interruption):
             trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
         checkpoint = last_checkpoint(tmp_path, "steps")
-    trainer = fit(run, tmp_path, "f", [every_step()], ckpt_path=checkpoint)
-    assert_ends_alike(trainer, whole(run), tmp_path, *breaks, "f")
+    trainer = fit(run, tmp_path, "d", [every_step()], ckpt_path=checkpoint)
+    assert_ends_alike(trainer, whole(run), tmp_path, *breaks, "d")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -273,7 +274,7 @@ def copied(module):
 
 @pytest.mark.parametrize("run", quick(RUNS, INSIDE_A_ROUND))
 def test_a_checkpoint_inside_a_round(run, whole, tmp_path):
-    saves = Saves(tmp_path, 1)
+    saves = Saves(tmp_path, 2)
     trainer = fit(run, tmp_path, "a", [saves])
     assert_same(trainer.lightning_module.state_dict(), whole(run)[0])  # saving does not change the run
     count = saves.saved[0][2]
@@ -297,7 +298,7 @@ def test_a_checkpoint_inside_a_round(run, whole, tmp_path):
         resumed = fit(run, tmp_path, path.name, ckpt_path=path / "full.ckpt")
         assert resumed.global_step == trainer.global_step
         # Lightning does not repeat the validation of an epoch with a finished last batch.
-        assert_ends_alike(resumed, whole(run), tmp_path, path.name, since=2 if is_complete else 1)
+        assert_ends_alike(resumed, whole(run), tmp_path, path.name, since=3 if is_complete else 2)
 
 
 def test_the_loss_scale_of_a_checkpoint_inside_a_round(whole, tmp_path):
@@ -413,12 +414,7 @@ def assert_given_back(module, data):
     ("how", "where"),
     quick(
         [(how, where) for how in RAISED for where in ("first", "second visit", "last")],
-        [
-            ("callback", "last"),
-            ("training step", "first"),
-            ("ctrl-c", "second visit"),
-            ("sigterm", "last"),
-        ],
+        [("callback", "last"), ("sigterm", "last")],  # other exceptions: below, and in test_doors.py
     ),
 )
 def test_an_exception_leaves_the_last_global_model(run, how, where, whole, rounds, tmp_path):
@@ -437,7 +433,7 @@ def test_an_exception_leaves_the_last_global_model(run, how, where, whole, round
     paths = {name: tmp_path / name / "on_exception.ckpt" for name in ("before", "after")}
     for path in paths.values():
         assert_same(torch.load(path, weights_only=True)["state_dict"], module.state_dict())
-    name = "before" if where == "first" else "after"
+    name = "after" if how == "callback" else "before"
     resumed = fit(run, tmp_path, "b", ckpt_path=paths[name])
     assert resumed.global_step == rounds(run).steps[-1]
     # Lightning does not log the rest of an interrupted validation.
@@ -446,7 +442,7 @@ def test_an_exception_leaves_the_last_global_model(run, how, where, whole, round
 
 @pytest.mark.skipif("save_on_exception" not in signature(ModelCheckpoint).parameters, reason="Lightning 2.6 brings it")
 def test_model_checkpoint_on_exception(whole, rounds, tmp_path):
-    run = "personal-in-memory"
+    run = "personal-in-folder"
     options = {"every_n_train_steps": 10_000, "save_last": True, "save_on_exception": True}
     saver = ModelCheckpoint(tmp_path / "exception", "inside", **options)
     with pytest.raises(Trouble):
@@ -480,10 +476,7 @@ ENDS = {
     ("run", "how"),
     quick(
         [(run, how) for run in ("personal-in-memory", "batch-norm-average") for how in ENDS],
-        [
-            ("personal-in-memory", "should_stop"),
-            ("batch-norm-average", "max_time"),
-        ],
+        [("personal-in-memory", "should_stop")],
     ),
 )
 def test_a_fit_that_ends_inside_a_round(run, how, rounds, tmp_path, caplog):
