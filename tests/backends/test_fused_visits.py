@@ -279,11 +279,13 @@ TABLE = {
         {"local_epochs": 2, "availability": Availability(stragglers=0.5)},
     ),
     "logs": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"log_every_n_steps": 3}),
-    "all logs": Row(lambda: LoggingAll(models.mlp(), models.momentum)),
+    "all logs": Row(lambda: LoggingAll(models.mlp(), models.momentum), {"max_rounds": 1}),
     "changed log": Row(
         lambda: LoggingChanged(models.mlp(), halving), {"faults": Faults(max_failed_rounds=None)}
     ),
-    "hooks": Row(lambda: Hooked(models.norm_mlp(), models.momentum), trainer={"gradient_clip_val": 0.1}),
+    "hooks": Row(
+        lambda: Hooked(models.norm_mlp(), models.momentum), {"max_rounds": 1}, {"gradient_clip_val": 0.1}
+    ),
     "clip by value": Row(
         lambda: models.Module(models.mlp(), models.sgd),
         trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
@@ -291,7 +293,7 @@ TABLE = {
     "own step": Row(lambda: OwnStep(models.mlp(), models.momentum), {"optimizer_state": "keep"}),
     "manual": Row(lambda: models.ManualModule(models.norm_mlp())),
     "no optimizer": Row(lambda: WithoutOptimizer(models.mlp())),
-    "two optimizers": Row(models.TwoOptimizers),
+    "two optimizers": Row(models.TwoOptimizers, {"max_rounds": 1}),
     "accumulated": Row(
         lambda: Logging(models.mlp(), models.momentum), {"local_steps": 4}, {"accumulate_grad_batches": 2}
     ),
@@ -302,10 +304,13 @@ TABLE = {
         lambda: models.Module(models.mlp(), models.momentum),
         trainer={"plugins": lambda: scaled(init_scale=2.0**40, growth_interval=3)},
     ),
-    "skips": Row(lambda: Skipping(models.mlp(), models.momentum), {"faults": Faults(min_clients=1)}),
+    "skips": Row(
+        lambda: Skipping(models.mlp(), models.momentum), {"faults": Faults(min_clients=1), "max_rounds": 1}
+    ),
     "failing steps": Row(lambda: Failing(models.mlp(), models.momentum), {"faults": Faults(max_failed_rounds=None)}),
     "failing data": Row(
         lambda: models.Module(models.mlp(), models.momentum),
+        {"max_rounds": 1},
         clients=lambda: {"broken": Broken(), **models.as_datasets(models.vectors(SIZES))},
     ),
     "max_steps": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"max_steps": 10}),
@@ -315,7 +320,7 @@ TABLE = {
         lambda: models.Module(models.mlp()), trainer={"min_epochs": 2}, callbacks=(StopsAfterStep,)
     ),
     "limited": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"limit_train_batches": 7}),
-    "barebones": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"barebones": True}),
+    "barebones": Row(lambda: Logging(models.mlp(), models.momentum), {"max_rounds": 1}, {"barebones": True}),
     "nobody": Row(
         lambda: models.Module(models.mlp()),
         {"availability": Availability(client_dropout=0.9), "faults": Faults(max_failed_rounds=None)},
@@ -336,7 +341,7 @@ ALIKE = (
     "failing steps",
     "max_steps",
 )
-ALIKE += ("stopped after a step", "min_epochs", "limited", "nobody", "vectorized", "FedProx")
+ALIKE += ("stopped after a step", "min_epochs", "limited", "nobody", "vectorized", "FedProx", "no optimizer")
 
 
 @pytest.fixture

@@ -273,17 +273,20 @@ def data_clients(trainer):
 
 
 def talkative(folder, processes):
-    """Three of five clients in a round, two validation loaders, and callbacks with a monitor."""
+    """Three of five clients in a round, two validation loaders, callbacks with a monitor, and the processes seen."""
     val = {"near": DataLoader(examples(16, 90), 4), "far": DataLoader(examples(24, 91), 4)}
     checkpoint = ModelCheckpoint(folder, "{epoch}", monitor="val_acc/dataloader_idx_1", mode="max", save_top_k=1)
     stop = EarlyStopping("loss_epoch", patience=1, mode="max")
     watches = ModelCheckpoint(folder, "last-{epoch}", monitor="last_loss")
     data = Loaders(val)
+    torch.manual_seed(0)
+    module = Talkative()
     found = train(
-        folder, processes, Talkative, data, 5, [checkpoint, stop, watches], {"enable_checkpointing": True},
+        folder, processes, lambda: module, data, 5, [checkpoint, stop, watches], {"enable_checkpointing": True},
         clients_per_round=3, local_epochs=2,
     )  # fmt: skip
     files = sorted(path.name for path in Path(folder).glob("*.ckpt"))
+    found |= {"worlds": sorted(module.worlds), "world": module.trainer.world_size, "is_own": "log" not in vars(module)}
     return {**found, "files": files, "best": float(checkpoint.best_model_score), "stopped": stop.stopped_epoch}
 
 
@@ -294,15 +297,6 @@ class Loaders(FederatedDataModule):
 
     def val_dataloader(self):
         return list(self.loaders.values())
-
-
-def worlds(folder, processes):
-    """The processes as seen by a training step."""
-    torch.manual_seed(0)
-    module = Talkative()
-    trainer = FederatedTrainer(max_rounds=1, **QUIET, **processes)
-    trainer.fit(module, datamodule=FederatedDataModule(clients(), batch_size=4))
-    return {"worlds": sorted(module.worlds), "world": trainer.world_size, "is_own": "log" not in vars(module)}
 
 
 def one_client(folder, processes):
@@ -718,7 +712,7 @@ def inside_one_client(folder, processes):
     def fit(name, path=None):
         torch.manual_seed(0)
         module, saver = Normed(), ModelCheckpoint(f"{folder}/{name}", every_n_train_steps=5, save_top_k=-1)
-        options = {**QUIET, "strategy": "ddp", "devices": 2, "max_epochs": 3, "accumulate_grad_batches": 2}
+        options = {**QUIET, "strategy": "ddp", "devices": 2, "max_epochs": 2, "accumulate_grad_batches": 2}
         options |= {"callbacks": [saver], "enable_checkpointing": True}
         if name == "plain":
             trainer = L.Trainer(**options)
@@ -753,7 +747,7 @@ JOBS = {
     **{
         job.__name__.replace("_", "-"): job
         for job in (
-            talkative, worlds, one_client, three_clients, switched, by_batches, skipping, nobody, faults, limits,
+            talkative, one_client, three_clients, switched, by_batches, skipping, nobody, faults, limits,
             stopped, counted, spread_out, matched, evaluated_locally, evaluated, averages_of_weights, max_steps,
             own_rule, private_examples, noisy, own_statistics, second_door, resumed, four_rounds, stuck, refusals,
             inside_one_client, ddp_refusals,

@@ -106,6 +106,7 @@ def test_a_process_for_imports_is_started_by_the_package(own_server, federated_t
     assert_close(trained, expected)
 
 
+@pytest.mark.slow
 def test_synchronised_batch_norm_has_the_statistics_of_joint_batches(federated_trainer, tmp_path):
     def federation():
         return Federation(local_epochs=2, batch_norm="average", seed=3)

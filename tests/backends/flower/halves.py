@@ -87,7 +87,7 @@ def in_process(trainer, make_module, data, federation, rounds=3, callbacks=(), v
 
 def on_flower(
     folder, make_module, data, federation, rounds=3, callbacks=list, val=None, change=None, options=(), limit=5,
-    server_callbacks=(), grids=None, server_options=(), key=None, held_out=None,
+    server_callbacks=(), grids=None, server_options=(), key=None, held_out=None, patience=1,
 ):  # fmt: skip
     """Fits with two nodes: node 11 has every other client, node 12 the rest.
 
@@ -107,6 +107,7 @@ def on_flower(
         server_options: Additional Trainer arguments on the server.
         key: The server's key.
         held_out: The clients' validation and test data.
+        patience: Seconds until all clients are connected.
 
     Returns:
         The server's module, the server's Trainer, the transport and the grid.
@@ -129,7 +130,7 @@ def on_flower(
     module = make_module()
     trainer = run_server(
         federation(), module, val, {**OPTIONS, **dict(options), **dict(server_options), "max_epochs": rounds},
-        transport, transport.await_clients(len(data), 1), folder / "server", [*callbacks(), *server_callbacks],
+        transport, transport.await_clients(len(data), patience), folder / "server", [*callbacks(), *server_callbacks],
     )  # fmt: skip
     return module, trainer, transport, grid
 

@@ -28,9 +28,9 @@ ALIKE = ("fedadam", "fairavg", "fedatt", "feddyn", "moon", "fedala", "krum", "de
 ALIKE += ("fedavgm", "qffl", "a schedule of rounds", "frozen", "last local prototypes", "fedprox", "kept optimizers")
 ALIKE += ("sleeping", "dropout", "kept heads", "overfitting")
 ALIKE += ("fednova", "two optimizers", "fedfusion", "fixbn", "attacked")
-# Other tests of this folder compare the first three models with one process, the loss of "silobn", and the bytes of
+# Other tests of this folder compare the first five models with one process, the loss of "silobn", and the bytes of
 # "fedss".
-ALIKE += ("fedavg", "secure sum", "fedper", "silobn", "fedss")
+ALIKE += ("fedavg", "secure sum", "fedper", "recalibrate", "a schedule of steps", "silobn", "fedss", "bf16")
 SAME_COHORTS = ("ditto", "fesem", "fedmargin", "recalibrate", "a schedule of steps", "bf16")  # of the fast cases
 
 
@@ -68,8 +68,8 @@ def test_a_server_without_data_spreads_out_the_students_class_vectors(federated_
         return [SpreadOut(strength=10.0, lr=1.0)]
 
     data = models.vectors(SIZES)
-    here, _ = in_process(federated_trainer, module, data, Federation(seed=1), callbacks=callbacks())
-    there, *_ = on_flower(tmp_path, module, data, lambda: Federation(seed=1), callbacks=callbacks)
+    here, _ = in_process(federated_trainer, module, data, Federation(seed=1), 1, callbacks())
+    there, *_ = on_flower(tmp_path, module, data, lambda: Federation(seed=1), 1, callbacks)
     assert_same(state_of(there), state_of(here))
 
 
@@ -81,8 +81,8 @@ def test_a_global_model_without_statistics_is_validated_as_in_one_process(unseen
     def federation():
         return Federation(f"silobn:unseen={unseen}")
 
-    _, trainer = in_process(federated_trainer, case.module, data, federation(), val=val)
-    _, server, _, _ = on_flower(tmp_path, case.module, data, federation, val=val)
+    _, trainer = in_process(federated_trainer, case.module, data, federation(), 1, val=val)
+    _, server, _, _ = on_flower(tmp_path, case.module, data, federation, 1, val=val)
     expected = float(trainer.callback_metrics["val_loss"])
     assert float(server.callback_metrics["val_loss"]) == pytest.approx(expected, rel=1e-6)
 
@@ -92,8 +92,8 @@ def test_the_traffic_by_part_is_that_of_one_process(name, federated_trainer, tmp
     """Includes requests, and entries not sent again."""
     case, data = CASES[name], models.vectors(SIZES)
     here, there = CommunicationReport(), CommunicationReport()
-    _, trainer = in_process(federated_trainer, case.module, data, case.federation(), callbacks=[here])
-    _, server, *_ = on_flower(tmp_path, case.module, data, case.federation, server_callbacks=[there])
+    _, trainer = in_process(federated_trainer, case.module, data, case.federation(), 2, [here])
+    _, server, *_ = on_flower(tmp_path, case.module, data, case.federation, 2, server_callbacks=[there])
     assert {row for row in there.rows if row.up_bytes} >= {row for row in here.rows if row.part == "(request)"}
     assert sorted(there.rows) == sorted(here.rows)
     assert there.table() == here.table()
@@ -105,7 +105,7 @@ def test_a_client_whose_answer_is_lost_was_sent_its_model(tmp_path):
     case, report = CASES["fedavg"], CommunicationReport()
     change = lambda node, message, content: [] if is_lost(message, content) else [content]  # noqa: E731
     _, server, *_ = on_flower(
-        tmp_path, case.module, models.vectors(SIZES), case.federation, 2, server_callbacks=[report], limit=1,
+        tmp_path, case.module, models.vectors(SIZES), case.federation, 2, server_callbacks=[report], limit=0.5,
         change=change,
     )  # fmt: skip
     assert server.callback_metrics["fed/failed"] == 1

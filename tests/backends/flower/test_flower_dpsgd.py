@@ -46,16 +46,16 @@ def test_its_steps_are_those_of_one_process(sums, federated_trainer, tmp_path, c
     data, callbacks = models.vectors(SIZES), lambda: [DPSGD(1.0, 0.5, 1e-3, key_for_tests=KEY)]
     federation = lambda: Federation("fedavg", local_epochs=2, seed=3, steps=sums)  # noqa: E731
     (own,) = callbacks()
-    here, trainer = in_process(federated_trainer, module, data, federation(), callbacks=[own])
+    here, trainer = in_process(federated_trainer, module, data, federation(), 2, [own])
     with caplog.at_level(logging.INFO, "lightning_fed"):
-        there, server, _, _ = on_flower(tmp_path, module, data, federation, callbacks=callbacks)
+        there, server, _, _ = on_flower(tmp_path, module, data, federation, 2, callbacks)
     assert_same(state_of(there), state_of(here))
-    assert accounts(tmp_path) == {samples: 3 * 2 * steps for samples, steps in STEPS.items()}
+    assert accounts(tmp_path) == {samples: 2 * 2 * steps for samples, steps in STEPS.items()}
     assert accounts(tmp_path) == {counts[0]: counts[2] for counts in own.state_dict()["accounts"].values()}
     assert "dp/epsilon" in trainer.callback_metrics
     assert "dp/epsilon" not in server.callback_metrics  # unknown to the server
-    epsilon = Budget(0.5, 1e-3, SIZES["bob"], 16).epsilon(12)
-    assert f"client 'bob' has taken 12 steps so far, with epsilon {epsilon:.4g} at delta 0.001" in caplog.text
+    epsilon = Budget(0.5, 1e-3, SIZES["bob"], 16).epsilon(8)
+    assert f"client 'bob' has taken 8 steps so far, with epsilon {epsilon:.4g} at delta 0.001" in caplog.text
     assert float(trainer.callback_metrics["dp/epsilon"]) == pytest.approx(epsilon)
 
 

@@ -24,7 +24,7 @@ from lightning_fed.attacks import SignFlip
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.server import server_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records, to_records
-from lightning_fed.backends.wire import answer_file
+from lightning_fed.backends.wire import answer_file, packets
 from lightning_fed.backends.wire import transport as wire_transport
 from lightning_fed.backends.wire.packets import Packet, PacketError, write_packet
 from lightning_fed.backends.wire.server import run_server
@@ -123,7 +123,7 @@ def reshaped_statistics(said, data):
 
 
 NONSENSE = {
-    "no answer": (lambda content: [], "the client did not answer within 1 s"),
+    "no answer": (lambda content: [], "the client did not answer within 0 s"),
     "empty": (lambda content: [RecordDict()], "not from lightning-fed"),
     "other records": (
         lambda content: [RecordDict({"packet": ConfigRecord({"text": 3}), "tensors": ArrayRecord()})],
@@ -147,7 +147,7 @@ NONSENSE = {
         "characters and",
     ),
     "tensors without end": (
-        table(lambda said, data: (json.dumps(said), data + bytes(2**26 + 10_000))),
+        table(lambda said, data: (json.dumps(said), data + bytes(2**17))),
         "the limits are",
     ),
     "10**18 examples": (changed(num_samples=10**15), "the client reports 1000000000000000 examples"),
@@ -167,15 +167,16 @@ NONSENSE = {
 }
 
 
-def test_answers_that_cannot_be_used(federated_trainer, tmp_path, caplog):
+def test_answers_that_cannot_be_used(federated_trainer, tmp_path, caplog, monkeypatch):
     """A different invalid answer per round: the client is excluded by name; the run equals one process without it."""
+    monkeypatch.setattr(packets, "_DATA", (2**16, 8))  # allows 64 KiB instead of 64 MiB
     data, rounds = models.vectors({"ann": 16, LOST: 16}), len(NONSENSE) + 1
     loses = Loses(rounds=range(len(NONSENSE)))
     here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), rounds, [loses])
     caplog.clear()
     changes, reasons = zip(*NONSENSE.values(), strict=True)
     there, trainer, _, _ = on_flower(
-        tmp_path, make_module, data, lambda: Federation(seed=1), rounds, change=spoilt("train", changes), limit=1
+        tmp_path, make_module, data, lambda: Federation(seed=1), rounds, change=spoilt("train", changes), limit=0.5
     )
     assert_same(state_of(there), state_of(here))
     assert trainer.callbacks[0].rounds == rounds
@@ -195,7 +196,7 @@ def test_a_robust_rule_counts_an_answer_that_was_refused(tmp_path, caplog):
     changes = [NONSENSE[name][0] for name in names]
     on_flower(
         tmp_path, make_module, models.vectors(SIZES), lambda: Federation("median:num_malicious=1", seed=1),
-        len(names), change=spoilt("train", changes), limit=1,
+        len(names), change=spoilt("train", changes), limit=0.5,
     )  # fmt: skip
     failed = re.findall(r"Round (\d+).* with num_malicious=1 needs 3 valid updates, but the round has 2", caplog.text)
     assert [names[int(round) - 1] for round in dict.fromkeys(failed)] == NOT_COUNTED
@@ -223,9 +224,9 @@ def test_statistics_that_cannot_be_used(tmp_path, caplog):
 
 def test_an_answer_that_comes_twice(federated_trainer, tmp_path):
     data = models.vectors(SIZES)
-    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1))
+    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), 2)
     there, _, _, _ = on_flower(
-        tmp_path, make_module, data, lambda: Federation(seed=1), change=lambda node, message, content: [content] * 2
+        tmp_path, make_module, data, lambda: Federation(seed=1), 2, change=lambda node, message, content: [content] * 2
     )
     assert_same(state_of(there), state_of(here))
 
@@ -361,9 +362,7 @@ RESUMED = {
 KILLS = [(name, moment) for name in RESUMED for moment in ("between rounds", "inside a round")]
 
 
-@pytest.mark.parametrize(
-    ("name", "moment"), quick(KILLS, [("fedper", "inside a round"), ("fedmargin", "between rounds")])
-)
+@pytest.mark.parametrize(("name", "moment"), quick(KILLS, [("fedper", "inside a round")]))
 def test_the_server_is_killed_and_started_again(name, moment, federated_trainer, tmp_path):
     federation, module, callbacks = RESUMED[name]
     data = models.vectors(SIZES)
@@ -519,7 +518,7 @@ def test_an_answer_in_time_is_read_after_the_time_limit(tmp_path):
         for node in (11, 12)
     }
     grid = FakeGrid(apps, {node: {"partition-id": index, "num-partitions": 2} for index, node in enumerate(apps)})
-    transport = FlowerTransport(grid, 0.5, 0.01)
+    transport = FlowerTransport(grid, 0.2, 0.01)
     transport.await_clients(3, 60)
     grid.silent.add(12)
     answers = transport.ask("query", ((client, write_packet("hello", {})) for client in ("bob", "cid")), 0)

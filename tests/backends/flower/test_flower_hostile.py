@@ -44,7 +44,7 @@ from tests.backends.flower.halves import (
     on_flower,
 )
 from tests.backends.flower.test_flower_app import light_app
-from tests.backends.flower.test_flower_faults import changed, make_module
+from tests.backends.flower.test_flower_faults import changed, make_module, spoilt
 from tests.breadth import slow
 from tests.generators import same_random_numbers
 from tests.recorders import assert_same, state_of
@@ -52,35 +52,36 @@ from tests.recorders import assert_same, state_of
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 NUMBERS = {
-    "a metric that no float is": ("fedavg", {"metrics": {"loss": 10**400}}, "the answer's header is invalid"),
-    "more examples than there are": ("fedavg", {"num_samples": 10**400}, "examples"),
-    "more steps than there are": ("fedavg", {"steps": 10**30}, "steps"),
-    "a list of schedulers": ("a schedule of steps", {"after": [1]}, "the client's scheduler steps are invalid: got"),
-    "no schedulers": ("a schedule of steps", {"after": {"steps": []}}, "the client's scheduler steps are invalid: got"),
-    "steps back": ("a schedule of steps", {"after": {"steps": [-1]}}, "[-1], expected 0 to 1000000 for each scheduler"),
-    "steps without end": (
-        "a schedule of steps",
-        {"after": {"steps": [10**9]}},
-        "[1000000000], expected 0 to 1000000 for each scheduler",
-    ),
-    "a text for a number": ("a schedule of steps", {"after": {"steps": ["1"]}}, "['1'], expected"),
-    "a reason of many lines": ("fedavg", {"num_samples": "1\nRound 1: all is well"}, r"1\nRound"),
+    "fedavg": [
+        ({"metrics": {"loss": 10**400}}, "the answer's header is invalid"),
+        ({"num_samples": 10**400}, "examples"),
+        ({"steps": 10**30}, "steps"),
+        ({"num_samples": "1\nRound 1: all is well"}, r"1\nRound"),
+    ],
+    "a schedule of steps": [
+        ({"after": [1]}, "the client's scheduler steps are invalid: got"),
+        ({"after": {"steps": []}}, "the client's scheduler steps are invalid: got"),
+        ({"after": {"steps": [-1]}}, "[-1], expected 0 to 1000000 for each scheduler"),
+        ({"after": {"steps": [10**9]}}, "[1000000000], expected 0 to 1000000 for each scheduler"),
+        ({"after": {"steps": ["1"]}}, "['1'], expected"),
+    ],
 }
 
 
-@pytest.mark.parametrize(("case", "header", "reason"), NUMBERS.values(), ids=NUMBERS)
-def test_numbers_that_cannot_be_used(case, header, reason, tmp_path, caplog):
-    case = CASES[case]
-
-    def on_the_way(node, message, content):
-        return changed(**header)(content) if is_lost(message, content) else [content]
-
-    _, trainer, _, _ = on_flower(tmp_path, case.module, case.data(SIZES), case.federation, 2, change=on_the_way)
+@pytest.mark.parametrize("case", NUMBERS)
+def test_numbers_that_cannot_be_used(case, tmp_path, caplog):
+    """Different numbers in each round."""
+    headers, reasons = zip(*NUMBERS[case], strict=True)
+    changes, case, rounds = [changed(**header) for header in headers], CASES[case], len(headers) + 1
+    _, trainer, _, _ = on_flower(
+        tmp_path, case.module, case.data(SIZES), case.federation, rounds, change=spoilt("train", changes)
+    )
     left_out = [record.getMessage() for record in caplog.records if "is excluded" in record.getMessage()]
-    assert len(left_out) == 1
-    assert reason in left_out[0]
-    assert "\n" not in left_out[0]
-    assert trainer.current_epoch == 2
+    for round, (message, reason) in enumerate(zip(left_out, reasons, strict=True)):
+        assert message.startswith(f"Round {round + 1}: client 'bob' is excluded")
+        assert reason in message
+        assert "\n" not in message
+    assert trainer.current_epoch == rounds
 
 
 def private_head():
@@ -336,17 +337,16 @@ def test_answers_at_the_limit_and_over_it(checked_by, monkeypatch, federated_tra
 
     callbacks = [Padded({"ann": 0, "bob": 1})] if checked_by == "client" else []
     there, trainer, _, _ = on_flower(
-        tmp_path, make_module, data, lambda: Federation(seed=1), callbacks=lambda: callbacks, change=lengthen
+        tmp_path, make_module, data, lambda: Federation(seed=1), 1, lambda: callbacks, change=lengthen
     )
     assert list(trainer.callbacks[0].server.report.received) == ["ann", "cid"]
     left_out = [text for text in caplog.messages if "is excluded" in text]
-    assert len(left_out) == 3
-    for round, text in enumerate(left_out):
-        assert text.startswith(f"Round {round + 1}: client 'bob' is excluded: the client's answer has ")
-        assert f" and {most + 1} bytes, but the limits are " in text
-        assert text.endswith(f" and {most}.")
+    (text,) = left_out
+    assert text.startswith("Round 1: client 'bob' is excluded: the client's answer has ")
+    assert f" and {most + 1} bytes, but the limits are " in text
+    assert text.endswith(f" and {most}.")
     assert max(seen) == most + (checked_by == "server")
-    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[Loses("bob", range(3))])
+    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), 1, [Loses("bob", range(1))])
     assert_same(state_of(there), state_of(here))
 
 

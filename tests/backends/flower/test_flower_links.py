@@ -17,7 +17,7 @@ def last_visit(folder, name):
     """The runner and the configuration of a node, with the last request of a fit."""
     case = CASES[name]
     grids = []
-    on_flower(folder, case.module, models.vectors(SIZES), case.federation, grids=grids)
+    on_flower(folder, case.module, models.vectors(SIZES), case.federation, 1, grids=grids)
     node, message = [item for item in grids[0].sent if item[1].metadata.message_type == "train"][-1]
     return grids[0].apps[node].runner, from_records(message.content), grids[0].configs[node]
 

@@ -48,11 +48,11 @@ def test_limits_are_those_of_one_process(steps, federated_trainer, tmp_path):
         return models.Module(models.norm_mlp(), models.adam, warm_up)
 
     data = models.vectors(SIZES)
-    here, trainer = in_process(federated_trainer, module, data, Federation(seed=1, steps=steps))
-    there, fitted, _, _ = on_flower(tmp_path, module, data, lambda: Federation(seed=1, steps=steps))
+    here, trainer = in_process(federated_trainer, module, data, Federation(seed=1, steps=steps), 2)
+    there, fitted, _, _ = on_flower(tmp_path, module, data, lambda: Federation(seed=1, steps=steps), 2)
     assert_same(state_of(there), state_of(here))
     assert fitted.callback_metrics["fed/shortened"] == trainer.callback_metrics["fed/shortened"] > 0
-    free, _ = in_process(federated_trainer, module, data, Federation(seed=1))
+    free, _ = in_process(federated_trainer, module, data, Federation(seed=1), 2)
     assert not torch.equal(state_of(free)["net.0.weight"], state_of(here)["net.0.weight"])
 
 
@@ -131,7 +131,7 @@ def test_one_client_does_not_set_the_learning_rate(steps, tmp_path):
     def fit(folder, change):
         data = models.vectors({"ann": 20, "bob": 20, "cid": 20})
         _, trainer, _, _ = on_flower(
-            folder, module, data, lambda: Federation(seed=1, steps=steps),
+            folder, module, data, lambda: Federation(seed=1, steps=steps), 2,
             change=lambda node, message, content: change(node, message, content)
             if is_lost(message, content) else [content],
         )  # fmt: skip

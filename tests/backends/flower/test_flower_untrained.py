@@ -51,7 +51,7 @@ def both(federated_trainer, folder, make_module, rounds, **options):
     return here, there, grid
 
 
-@pytest.mark.parametrize("make_module", [slow(Adapted), Following, Switched])
+@pytest.mark.parametrize("make_module", [slow(Adapted), slow(Following), Switched])
 def test_the_same_travels_as_in_one_process(make_module, federated_trainer, tmp_path):
     here, there, _ = both(federated_trainer, tmp_path, make_module, rounds=5)
     assert logged(there, "up") == logged(here, "up")
@@ -100,15 +100,15 @@ def test_a_server_with_other_weights_sends_them_once(keeps_process, federated_tr
         return [content]
 
     here, there = Recorder(), Recorder()
-    module, _ = in_process(federated_trainer, pretrained, DATA, federation(), 5, [here])
+    module, _ = in_process(federated_trainer, pretrained, DATA, federation(), 3, [here])
     remote, _, transport, grid = on_flower(
-        tmp_path, Maker(), DATA, federation, 5, server_callbacks=[there], limit=60, change=change, grids=grids
+        tmp_path, Maker(), DATA, federation, 3, server_callbacks=[there], limit=60, change=change, grids=grids
     )
     assert_same(state_of(remote), state_of(module))
     adapters, base = bytes_of(remote, *ADAPTERS), bytes_of(remote, "base.")
     nodes = {"ann": 11, "cid": 11, "bob": 12}
     had, expected = set(), []
-    for number in range(5):
+    for number in range(3):
         total = 0
         asked = [visit.client for visit in here.round(number)]
         # all clients are asked before the first answer
@@ -119,8 +119,8 @@ def test_a_server_with_other_weights_sends_them_once(keeps_process, federated_tr
         expected.append(total)
     assert logged(there, "down") == expected
     assert transport.sent == sum(expected)
-    assert logged(there, "up") == [2 * adapters] * 5
-    first = {node: number for number in reversed(range(5)) for node in {nodes[v.client] for v in here.round(number)}}
+    assert logged(there, "up") == [2 * adapters] * 3
+    first = {node: number for number in reversed(range(3)) for node in {nodes[v.client] for v in here.round(number)}}
     assert asked_again(grid) == sorted(
         (first[nodes[visit.client]], visit.client) for visit in here.visits if visit.round == first[nodes[visit.client]]
     )

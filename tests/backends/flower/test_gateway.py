@@ -239,7 +239,7 @@ SLOW = {
 def test_slow_strangers_take_no_place_from_nodes(kind, keys, registry, monkeypatch):
     """With more connections than one address may have, a node's call from the same address passes at once."""
     monkeypatch.setattr("lightning_fed.backends.flower.gateway._STRANGERS_PER_NETWORK", 8)
-    monkeypatch.setattr("lightning_fed.backends.flower.gateway._STRANGER_SECONDS", 1.0)
+    monkeypatch.setattr("lightning_fed.backends.flower.gateway._STRANGER_SECONDS", 0.5)
     ca, options = keys / "ca.crt", dict(SLOW[kind])
     options["ca"] = ca if options.pop("with_tls", False) else None
     with guarded(keys, registry) as (port, listener):
@@ -296,7 +296,7 @@ def test_a_slow_call_of_a_node_is_not_ended_with_the_strangers(keys, registry, m
     start = f"POST /v1/fleet/push-messages HTTP/1.1\r\n{head}\r\nbo".encode()
     with guarded(keys, registry) as (port, _):
         (connection,) = open_connections(port, 1, keys / "ca.crt", start)
-        time.sleep(0.8)
+        time.sleep(0.5)
         connection.sendall(b"dy")
         connection.settimeout(5)
         assert connection.recv(4096).startswith(b"HTTP/1.1 201")

@@ -8,6 +8,7 @@ import pytest
 from lightning_fed import Faults, Federation
 from lightning_fed.backends.rehearsal.profiles import read_sites
 from lightning_fed.backends.rehearsal.rehearsal import Plan, rehearse
+from tests.breadth import quick
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,15 @@ INCIDENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", INCIDENTS)
+# The others have the same cause as one of these, or many rounds.
+QUICK = (
+    "a quorum drops the largest sites", "a single site", "no response from a client",
+    "a restarted node receives no work", "a closed connection ends the training", "an offline node delays the round",
+    "failures of clients",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", quick(INCIDENTS, QUICK))
 def test_an_incident_ends_well(name, tmp_path):
     incident = INCIDENTS[name]
     (tmp_path / "sites.toml").write_text(incident.sites)

@@ -73,7 +73,7 @@ def plain_module():
     return models.Module(models.mlp(), models.momentum)
 
 
-def train(folder, federation=Federation, module=plain_module, rounds=1, callbacks=list, key=None, sizes=SIZES):
+def train(folder, federation=Federation, module=plain_module, rounds=1, callbacks=list, sizes=SIZES, **options):
     """Fits with two nodes, one with a policy for `ann` and `cid`; returns the answers of this node."""
     left = []
 
@@ -83,7 +83,7 @@ def train(folder, federation=Federation, module=plain_module, rounds=1, callback
         return [content]
 
     on_flower(
-        folder, module, models.vectors(sizes), federation, rounds, callbacks=callbacks, change=note, key=key
+        folder, module, models.vectors(sizes), federation, rounds, callbacks=callbacks, change=note, **options
     )  # fmt: skip
     return left
 
@@ -131,7 +131,7 @@ def test_each_rule_refuses(rule, tmp_path, caplog, monkeypatch):
     write_policy(tmp_path / "11", first, **{"runs": ["f*"], **changes})
     if rule == "servers":  # then the server does not learn the clients either
         with pytest.raises(TimeoutError):
-            train(tmp_path)
+            train(tmp_path, patience=0.1)
         left = []
     else:
         left = train(tmp_path, **options)

@@ -106,10 +106,10 @@ def wrapped(net, **options):
     ("make", "data"),
     [
         slow((wrapped(models.mlp), models.vectors)),
-        (wrapped(models.mlp, optimizer=models.momentum), models.vectors),
+        slow((wrapped(models.mlp, optimizer=models.momentum), models.vectors)),
         (wrapped(models.mlp, optimizer=models.adam), models.vectors),
         slow((wrapped(models.mlp, optimizer=adagrad), models.vectors)),
-        (wrapped(models.dropout_mlp, optimizer=models.momentum), models.vectors),
+        slow((wrapped(models.dropout_mlp, optimizer=models.momentum), models.vectors)),
         (wrapped(group_norm_cnn, optimizer=models.momentum), models.images),
         (wrapped(models.Tied, optimizer=models.momentum), models.sentences),
     ],
@@ -142,7 +142,9 @@ def test_ten_rounds_differ_by_rounding(federated_trainer):
 
 
 @pytest.mark.parametrize(
-    "mode", ["average", "recalibrate", "frozen", slow("personal"), LocalStatistics(), FixedStatistics(1)], ids=str
+    "mode",
+    ["average", slow("recalibrate"), "frozen", slow("personal"), LocalStatistics(), slow(FixedStatistics(1))],
+    ids=str,
 )
 def test_batch_norm(mode, federated_trainer):
     compare(
@@ -155,9 +157,7 @@ def test_batch_norm(mode, federated_trainer):
 
 
 OPTIONS = [
-    {"availability": Availability(stragglers=0.5), "local_epochs": 3},
     {"local_steps": 3, "clients_per_round": 4},
-    {"method": "fesem", "max_rounds": 3},
     {"method": "scaffold", "accumulate_grad_batches": 2, "local_steps": 4},
     {"method": "fednova:mu=0.1", "local_epochs": 2},
     {"callbacks": lambda: [ProximalTerm(1.0)], "local_epochs": 2},
@@ -166,7 +166,9 @@ OPTIONS = [
     {"frozen": ["net.0.*"]},
     {"availability": Availability(partial_work="drop", stragglers=0.4)},
 ]
-MORE_OPTIONS = [  # rules with the same kinds of steps and sums as above
+MORE_OPTIONS = [  # the same kinds of steps and sums as above and in the tests below
+    {"availability": Availability(stragglers=0.5), "local_epochs": 3},
+    {"method": "fesem", "max_rounds": 3},
     {"method": "fedadam"},
     {"method": "fedprox", "local_epochs": 2},
     {"method": "scaffold", "local_epochs": 2, "max_rounds": 3},

@@ -13,10 +13,11 @@ from lightning_fed.backends.wire.transport import Transport
 from lightning_fed.callbacks import ClientEvaluation
 from tests import models
 from tests.backends.flower.halves import OPTIONS, clients_of, in_process, norm_module
+from tests.breadth import slow
 from tests.recorders import assert_same, state_of
 
 SIZES = {"site-1": 33, "site-2": 20, "site-3": 16}
-ROUNDS = 3
+ROUNDS = 2
 
 
 class Sites(Transport):
@@ -64,7 +65,7 @@ def values(trainer):
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-@pytest.mark.parametrize(("offset", "decision"), [(0.0, "pooled"), (20.0, "own")])
+@pytest.mark.parametrize(("offset", "decision"), [slow((0.0, "pooled")), (20.0, "own")])
 def test_sites_have_the_statistics_of_one_process(offset, decision, federated_trainer, tmp_path, caplog):
     """The server writes a report, and each site logs each visit."""
     data = {
