@@ -20,6 +20,7 @@ from lightning_fed.errors import OptionError
 from lightning_fed.model.entries import batch_norm_layers
 from lightning_fed.modules import UnseenStatistics
 from tests import models
+from tests.breadth import quick, slow
 from tests.recorders import Recorder, assert_same, state_of
 from tests.references_batch_norm import (
     between_share_reference,
@@ -53,7 +54,7 @@ def val_loader(tensors):
 # --- Papers -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [SiloBN(), "silobn:unseen=pooled"])
+@pytest.mark.parametrize("method", [slow(SiloBN()), "silobn:unseen=pooled"])
 def test_silobn_is_the_papers_loop_bit_for_bit(method, federated_trainer):
     """BatchNorm, dropout, momentum, unequal clients, three of five: compares shared and personal entries."""
     clients = models.vectors()
@@ -72,7 +73,7 @@ def test_silobn_is_the_papers_loop_bit_for_bit(method, federated_trainer):
         assert_same(prefixed({**history[-1], **statistics}), trainer.federation.client_state(client))
 
 
-@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("after", quick([0, 2], [2]))
 def test_fixbn_is_the_papers_loop_bit_for_bit(after, federated_trainer):
     clients = models.vectors()
     history = fixbn_reference(
@@ -152,7 +153,7 @@ def test_pooled_statistics_of_the_global_model_are_those_of_recalibration(federa
             assert torch.equal(value, local.state_dict()[name])
 
 
-@pytest.mark.parametrize("unseen", ["batch", "pooled"])
+@pytest.mark.parametrize("unseen", quick(["batch", "pooled"], ["batch"]))
 def test_known_clients_are_evaluated_with_their_own(unseen, federated_trainer):
     """After rounds and in `validate`; a client without training uses the statistics for unseen data."""
     data = {**models.vectors({"ann": 8, "eve": 11}), "new": models.vectors({"new": 20})["new"]}

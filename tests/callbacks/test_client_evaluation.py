@@ -18,6 +18,7 @@ from lightning_fed.callbacks.evaluation.results import ClientResults, is_score
 from lightning_fed.callbacks.logged_values import LogCall, LoggedValues
 from lightning_fed.compression import Float16, Quantized, TopK
 from tests import models
+from tests.breadth import slow
 
 CLIENTS = {"ann": 20, "bob": 40}
 
@@ -173,8 +174,7 @@ class Collecting(models.Module):
     on_test_epoch_end = on_validation_epoch_end
 
 
-@pytest.mark.parametrize("stage", ["validation", "test"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("count", "stage"), [slow((1, "validation")), (1, "test"), (2, "validation"), (2, "test")])
 def test_a_client_is_evaluated_as_by_lightning(stage, count, federated_trainer, plain_trainer):
     sizes = {"ann": 7, "bob": 9}
     datasets = models.as_datasets(models.vectors(sizes))

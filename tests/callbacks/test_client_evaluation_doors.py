@@ -14,6 +14,7 @@ from lightning_fed.client.client_store import FolderStore
 from lightning_fed.data import IID
 from lightning_fed.privacy import CentralDP
 from tests import models
+from tests.breadth import slow
 from tests.recorders import MemoryLogger, assert_same, state_of
 
 CLIENTS = models.vectors({"ann": 40, "bob": 41, "cid": 30})
@@ -97,7 +98,7 @@ def test_what_a_folder_no_longer_has_is_not_evaluated(keep_all, federated_traine
     checkpoints = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
     store = FolderStore(tmp_path / "clients", keep_all=keep_all)
     fit = federated_trainer(
-        max_rounds=5, personal=PERSONAL, store=store, callbacks=[checkpoints], enable_checkpointing=True
+        max_rounds=3, personal=PERSONAL, store=store, callbacks=[checkpoints], enable_checkpointing=True
     )
     fit.fit(Both(), datamodule=data())
     trainer = federated_trainer(personal=PERSONAL, store=tmp_path / "clients")
@@ -201,7 +202,9 @@ def test_clients_that_do_not_train_are_named(personal, federated_trainer, caplog
 # --- Rounds -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("every", "val_every", "rounds"), [(1, 1, [0, 1, 2, 3, 4, 5]), (2, 2, [3]), (3, 1, [2, 5])])
+@pytest.mark.parametrize(
+    ("every", "val_every", "rounds"), [slow((1, 1, [0, 1, 2, 3, 4, 5])), (2, 2, [3]), (3, 1, [2, 5])]
+)
 def test_clients_are_evaluated_in_every_so_many_rounds_with_a_validation(every, val_every, rounds, federated_trainer):
     held_out = models.as_datasets({"ann": HELD_OUT["ann"]})
     trainer = federated_trainer(

@@ -15,6 +15,7 @@ from lightning_fed.callbacks.evaluation import EvaluationReport
 from lightning_fed.errors import BadUpdate, ClientFault
 from lightning_fed.messages import ClientUpdate, tensor_bytes
 from tests import evaluations, models
+from tests.breadth import quick, slow
 
 
 def fitted(federated_trainer, case, evaluation, rounds=2, **options):
@@ -27,7 +28,7 @@ def fitted(federated_trainer, case, evaluation, rounds=2, **options):
     return module, trainer, held_out
 
 
-@pytest.mark.parametrize("case", evaluations.CASES)
+@pytest.mark.parametrize("case", quick(evaluations.CASES, ["segmentation", "labels", "loaders"]))
 def test_merged_values_are_those_of_pooled_data(case, federated_trainer, plain_trainer):
     module, trainer, held_out = fitted(federated_trainer, case, ClientEvaluation(lists=["dice"]))
     expected = evaluations.on_pooled_data(plain_trainer(), module, held_out)
@@ -194,7 +195,7 @@ def test_what_is_no_question_is_not_answered(question, plain_trainer):
         ClientEvaluation().on_client_question(plain_trainer(), models.Module(models.mlp()), "ann", question)
 
 
-@pytest.mark.parametrize(("clients", "count"), [("all", 3), ("round", 1), (2, 2), (0.5, 2)])
+@pytest.mark.parametrize(("clients", "count"), [slow(("all", 3)), ("round", 1), (2, 2), (0.5, 2)])
 def test_who_is_evaluated(clients, count, federated_trainer):
     _, trainer, _ = fitted(federated_trainer, "labels", ClientEvaluation(clients=clients), clients_per_round=1)
     assert trainer.callback_metrics["evaluation/clients"] == count

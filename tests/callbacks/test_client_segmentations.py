@@ -21,7 +21,7 @@ from lightning_fed.callbacks.client_segmentations import heat_map, scores_for
 from lightning_fed.callbacks.picture_grid import default_colors, segmentation_grid
 from lightning_fed.metrics.functional.entropy import softmax_entropy
 from tests import models
-from tests.breadth import quick
+from tests.breadth import quick, slow
 from tests.callbacks.test_segmentation_images import logged
 from tests.recorders import SpoilsFiles, assert_same, state_of
 
@@ -131,7 +131,7 @@ def test_scores_and_pictures_are_those_of_each_clients_model(mode, federated_tra
     assert trained.training
 
 
-@pytest.mark.parametrize("names", [(), ("vessel",), ("skin", "vessel")])
+@pytest.mark.parametrize("names", [(), slow((("vessel",),)), ("skin", "vessel")])
 def test_a_picture_says_which_image_it_shows_and_what_its_colours_mean(names, federated_trainer, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     figures, pixels = [], pictures.figure_pixels
@@ -169,7 +169,7 @@ def test_it_changes_nothing(has_axes, federated_trainer, tmp_path, monkeypatch):
     for callbacks in ([], [ClientSegmentations(1, tmp_path)]):
         trained = module()
         trainer = federated_trainer(
-            max_rounds=3, batch_norm=LocalStatistics(), clients_per_round=1, callbacks=callbacks, seed=2
+            max_rounds=2, batch_norm=LocalStatistics(), clients_per_round=1, callbacks=callbacks, seed=2
         )
         trainer.fit(trained, datamodule=data())
         states.append((state_of(trained), {name: float(v) for name, v in trainer.callback_metrics.items()}))
@@ -211,7 +211,9 @@ def test_names_of_clients_as_files_and_validation_by_itself(federated_trainer, t
     assert {row[2] for row in callback.rows} <= {"0", "1", "2"}
 
 
-@pytest.mark.parametrize(("names", "name"), [((), "1"), (["tumour"], "tumour"), (["healthy", "tumour"], "tumour")])
+@pytest.mark.parametrize(
+    ("names", "name"), [slow(((), "1")), (["tumour"], "tumour"), (["healthy", "tumour"], "tumour")]
+)
 def test_a_binary_task_is_scored_by_its_class(names, name, federated_trainer, tmp_path):
     """Equals the log of `SegmentationTask`; a client without true and predicted pixels has no score."""
 

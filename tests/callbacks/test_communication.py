@@ -18,7 +18,7 @@ from lightning_fed.modules import SampledSoftmaxHead
 from tests import models
 from tests import references_retrieval as references
 from tests.algorithms.fedmargin.test_prototype_plots import Stop, StopAt, train
-from tests.breadth import quick
+from tests.breadth import quick, slow
 from tests.conftest import QUIET
 from tests.recorders import MemoryLogger, Recorder, bytes_of
 
@@ -80,8 +80,17 @@ def test_entries_of_any_type_and_extras():
     assert "| (extras) | 0 | 3 | 5 | 6 | 40 |  |" in report.table()
 
 
-@pytest.mark.parametrize("position", [0, 1])
-@pytest.mark.parametrize(("num_classes", "bias"), [(30, False), (1000, False), (1000, True)])
+@pytest.mark.parametrize(
+    ("num_classes", "bias", "position"),
+    [
+        (30, False, 0),
+        slow((30, False, 1)),
+        slow((1000, False, 0)),
+        (1000, False, 1),
+        (1000, True, 0),
+        slow((1000, True, 1)),
+    ],
+)
 def test_fedss_sends_the_rows_of_its_classes(num_classes, bias, position):
     """|phi| + d |S_k| numbers in each direction and |S_k| integers up, for any number of classes."""
     torch.manual_seed(0)

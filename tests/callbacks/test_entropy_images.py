@@ -216,6 +216,7 @@ def test_one_logit_is_two_classes(tmp_path):
     assert_colors(tile, np.where(x[0] > 0.5, 1.0, np.where(x[1] > 0.5, 0.0, between)))
 
 
+@pytest.mark.slow
 def test_features_of_an_smp_model_in_a_federation(tmp_path, caplog):
     """The encoder's last map at an eighth of the size is found and upsampled; training does not change."""
     ends = []

@@ -15,6 +15,7 @@ from lightning_fed.callbacks.evaluation.bounds import find_outliers
 from lightning_fed.callbacks.evaluation.report import EvaluationReport, MetricState
 from lightning_fed.steps import MaxSamples
 from tests import evaluations, models
+from tests.breadth import slow
 
 
 class Scored(models.Module):
@@ -214,7 +215,7 @@ class Inflated(Forged):
             update.num_samples = 15_000
 
 
-@pytest.mark.parametrize(("steps", "clients"), [([], 3), ([MaxSamples(100)], 2)])
+@pytest.mark.parametrize(("steps", "clients"), [slow(([], 3)), ([MaxSamples(100)], 2)])
 def test_the_plan_bounds_a_client_with_two_false_numbers(steps, clients, federated_trainer, caplog):
     trainer = federated_trainer(max_rounds=2, callbacks=[Inflated(examples_of(15_000), 1)], steps=steps)
     train = models.as_datasets(models.vectors(evaluations.TRAIN))

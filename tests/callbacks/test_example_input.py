@@ -13,6 +13,7 @@ from lightning_fed.algorithms.fedma import callback
 from lightning_fed.callbacks import LayerwiseTraining
 from lightning_fed.callbacks.example_input import forward_inputs, training_batch
 from tests import models
+from tests.breadth import quick
 from tests.projects.scripts.graphs import GraphClassifier, Loader, Rings
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -97,6 +98,7 @@ def clients():
     return FederatedDataModule({"a": DataLoader(rows, 3), "b": DataLoader(rows, 2)})
 
 
+@pytest.mark.parametrize("either_trainer", quick(["trainer", "callback"], ["callback"]), indirect=True)
 def test_fedma_follows_a_module_that_is_called_by_name(either_trainer, monkeypatch):
     """Neurons equal the neurons for an explicit example; the log announces the rounds."""
     found, said = [], []

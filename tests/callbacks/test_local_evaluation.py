@@ -16,6 +16,7 @@ from lightning_fed.privacy import CentralDP, SecureSum
 from lightning_fed.steps import UniformWeights
 from tests import models
 from tests.algorithms.fedfusion.test_fusion import Net
+from tests.breadth import slow
 from tests.recorders import Recorder, assert_same
 
 TRAIN, VAL = {"ann": 13, "bob": 8, "cid": 21}, {"ann": 40, "cid": 5}
@@ -100,7 +101,7 @@ class Writes(models.Module):
             self.count += torch.rand(())
 
 
-@pytest.mark.parametrize("options", [{}, {"personal": ["count"], "optimizer_state": "keep"}])
+@pytest.mark.parametrize("options", [slow({}), {"personal": ["count"], "optimizer_state": "keep"}])
 def test_the_training_does_not_notice(options, federated_trainer):
     results = []
     for callbacks in ([], [LocalEvaluation()]):

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import logging
 
 import lightning as L
@@ -21,7 +22,7 @@ from lightning_fed.callbacks import pictures
 from lightning_fed.callbacks.picture_grid import default_colors, segmentation_grid
 from lightning_fed.callbacks.segmentation_images import SegmentationImages
 from lightning_fed.errors import OptionError
-from tests.breadth import quick
+from tests.breadth import quick, slow
 from tests.conftest import QUIET
 
 COLORS = [(10, 0, 0), (0, 200, 0), (0, 0, 90)]
@@ -339,8 +340,8 @@ def test_the_prediction_is_made_in_evaluation(tmp_path):
 @pytest.mark.parametrize(
     ("options", "trainer_options", "expected"),
     [
-        ({"every_n_epochs": 3}, {"max_epochs": 8}, [0, 3, 6]),
-        ({"every_n_epochs": 1}, {"max_epochs": 3}, [0, 1, 2]),
+        slow(({"every_n_epochs": 3}, {"max_epochs": 8}, [0, 3, 6])),
+        slow(({"every_n_epochs": 1}, {"max_epochs": 3}, [0, 1, 2])),
         ({"every_n_epochs": 3}, {"max_epochs": 9, "check_val_every_n_epoch": 2}, [1, 5]),
         ({"every_n_epochs": 1}, {"max_epochs": 2, "limit_val_batches": 0}, []),
         ({"every_n_epochs": 1}, {"max_epochs": 1, "num_sanity_val_steps": 2, "limit_train_batches": 0}, []),
@@ -390,8 +391,14 @@ def test_the_first_images_of_the_first_loader_stay_the_same(tmp_path):
         assert np.array_equal(picture[:, :, :20], expected[:, :, :20])
 
 
-@pytest.mark.parametrize("federated", [False, True])
-@pytest.mark.parametrize("images", [[4, 0, 3], [2], range(1, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("images", "federated"),
+    quick(
+        itertools.product([[4, 0, 3], [2], range(1, 4)], [False, True]),
+        [([4, 0, 3], True), ([2], False), (range(1, 4), False)],
+    ),
+    ids=str,
+)
 def test_chosen_images(tmp_path, federated, images):
     """By position in the data set, across batches, in the given order."""
     logger, pairs = TensorBoardLogger(tmp_path), dataset(seed=1)

@@ -15,6 +15,7 @@ from lightning_fed.data import IID
 from lightning_fed.errors import OptionError
 from lightning_fed.modules import find_classifier
 from tests import models
+from tests.breadth import quick
 from tests.recorders import assert_same, state_of
 
 
@@ -75,7 +76,7 @@ class FixedHead(NoForward):
 KINDS = ["frozen", "no_grad", "detached", "not optimized"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, ["detached", "not optimized"]))
 def test_prototypes_are_those_of_the_student(federated_trainer, kind):
     prototypes = ClassPrototypes()
     trainer = federated_trainer(max_rounds=1, partition=IID(2), callbacks=[prototypes])
@@ -91,7 +92,7 @@ def test_the_student_is_fused(federated_trainer, kind):
     assert trainer.federation.method.callbacks[0].fusion.network is module.student
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, ["frozen", "no_grad"]))
 def test_the_students_class_vectors_are_spread_out(federated_trainer, kind):
     module = Distilled(kind)
     teacher = state_of(module.teacher)

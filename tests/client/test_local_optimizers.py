@@ -88,7 +88,7 @@ class Watched(models.Module):
     ("kind", "interval"),
     quick(
         itertools.product(SCHEDULERS, ["epoch", "step"]),
-        zip(SCHEDULERS, itertools.cycle(["epoch", "step"]), strict=False),
+        [("warm-up before steps", "epoch"), ("wrapper", "step")],
     ),
 )
 def test_schedulers_that_forward_attributes(kind, interval, plain_trainer):

@@ -24,6 +24,7 @@ from lightning_fed.partitions.basic import IID, ByGroup
 from lightning_fed.partitions.loader_split import split_training_data
 from lightning_fed.server.schedule import Visit, count_visit_batches
 from tests import models
+from tests.breadth import quick
 from tests.recorders import Recorder, assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -199,7 +200,11 @@ def test_loaders_without_a_length_need_local_steps(name, either_trainer):
         torch.testing.assert_close(value.double(), sums[entry], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("rule", ["fedavg", "scaffold"])
+@pytest.mark.parametrize(
+    ("either_trainer", "rule"),
+    quick(itertools.product(["trainer", "callback"], ["fedavg", "scaffold"]), [("callback", "fedavg")]),
+    indirect=["either_trainer"],
+)
 def test_streams_without_a_length_train_as_their_first_batches(rule, either_trainer):
     """Each visit restarts the stream and trains on the given number of batches; BatchNorm is measured on a part."""
     clients = models.vectors({"a": 24, "b": 24})

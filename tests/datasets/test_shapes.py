@@ -69,7 +69,7 @@ def test_outlines_are_where_the_mask_is():
 
 def shares(dominant):
     """Share of the most frequent shape among the shape pixels of each scene, and number of classes."""
-    masks = ShapesDataset(150, image_size=SIZE, dominant=dominant, seed=5).targets
+    masks = ShapesDataset(75, image_size=SIZE, dominant=dominant, seed=5).targets
     counts = np.stack([(masks == shape).sum((1, 2)).numpy() for shape in range(1, 6)], 1)
     return counts.max(1) / counts.sum(1), (counts > 0).sum(1)
 

@@ -213,6 +213,7 @@ def test_modes_come_back_where_layers_share_a_module():
 # --- Purpose ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_discrepancy_to_a_centrally_trained_model(plain_trainer):
     """A partly trained model is closer to the trained model than an untrained model."""
     x, y = models.vectors({"a": 200})["a"]

@@ -14,6 +14,7 @@ import lightning_fed.matching
 import lightning_fed.modules
 from lightning_fed.algorithms import FedFusion, FedMA
 from tests import models
+from tests.breadth import quick
 from tests.recorders import assert_same, state_of
 
 CLIENTS = models.as_datasets(models.images({"ann": 12, "bob": 9}))
@@ -84,7 +85,7 @@ LOADED = {
 }
 
 
-@pytest.mark.parametrize("kind", LOADED)
+@pytest.mark.parametrize("kind", quick(LOADED, ["multi", "grow"]))
 def test_the_log_has_the_line_that_loads_a_checkpoint(kind, federated_trainer, tmp_path, caplog):
     saver = ModelCheckpoint(tmp_path, save_last=True)
     trainer = federated_trainer(max_rounds=3, method=LOADED[kind](), callbacks=[saver], enable_checkpointing=True)

@@ -16,6 +16,7 @@ from lightning_fed.callbacks import ClientEvaluation
 from lightning_fed.data import IID, LoaderDataModule
 from lightning_fed.errors import ClientFault
 from lightning_fed.steps import MaxNorm, MaxSamples, UniformWeights
+from tests.breadth import slow
 from tests.models import Module, Quadratic, as_datasets, mlp, vectors
 from tests.recorders import MemoryLogger, StepCheckpoint
 
@@ -298,9 +299,9 @@ def test_numbers_of_clients_are_those_of_the_newest_round(federated_trainer, tmp
 @pytest.mark.parametrize(
     ("options", "counted"),
     [
-        ({}, lambda size: size),
+        slow(({}, lambda size: size)),
         ({"steps": [MaxSamples(30)]}, lambda size: min(size, 30)),
-        ({"steps": [UniformWeights()]}, lambda size: 1),
+        slow(({"steps": [UniformWeights()]}, lambda size: 1)),
         ({"steps": [MaxNorm(0.5)]}, lambda size: size),
     ],
 )

@@ -11,6 +11,7 @@ from timm.layers.norm_act import BatchNormAct2d, GroupNormAct, convert_sync_batc
 from torch import nn
 
 from lightning_fed.modules.group_norm import to_group_norm
+from tests.breadth import quick
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -201,7 +202,7 @@ def smp_model(name):
     return smp.Unet("tu-tf_efficientnet_lite0", encoder_weights=None, classes=3)  # timm: fused norm and activation
 
 
-@pytest.mark.parametrize("name", ["deeplab", "mobilenet", "timm"])
+@pytest.mark.parametrize("name", quick(["deeplab", "mobilenet", "timm"], ["timm"]))
 def test_smp_models(name):
     model = randomise(smp_model(name))
     norms = {path: module for path, module in model.named_modules() if isinstance(module, BATCH_NORMS)}

@@ -21,6 +21,7 @@ from lightning_fed.batch_norm.measurement import InputStatistics, pool_statistic
 from lightning_fed.metrics import AggregateMeanMargin, MaximumMeanDiscrepancy, MeanEntropy
 from lightning_fed.model.entries import batch_norm_layers
 from lightning_fed.rule import RoundInfo
+from tests.breadth import slow
 
 MPS = torch.device("mps")
 ROBUST = (Median, Krum, GeometricMedian, lambda: CenteredClipping(0.1))
@@ -106,7 +107,7 @@ def test_statistics_of_batch_norm(apple):
     assert variance.tolist() == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("name", ["margin", "softmax", "feature", "discrepancy", "by class"])
+@pytest.mark.parametrize("name", ["margin", "softmax", "feature", "discrepancy", slow("by class")])
 def test_metrics(name, apple):
     """Sums are on the CPU; the result is on the metric's device, also after a reset."""
     generator = torch.Generator().manual_seed(0)

@@ -211,6 +211,7 @@ def test_dirichlet_per_client_prior():
     assert share["uniform"] == pytest.approx(0.5, abs=0.02)
 
 
+@pytest.mark.slow
 def test_dirichlet_per_client_concentrations_sum_to_alpha():
     # Var(q_c) = pi_c (1 - pi_c) / (alpha + 1), plus a small term for sampling 200 examples.
     labels = np.arange(2_000) % 10  # the first client's 200 examples would be of one class
@@ -240,7 +241,7 @@ def test_dirichlet_per_class_is_distributed_as_in_the_published_program(balance)
 
 @pytest.mark.parametrize(
     ("alpha", "prior"),
-    quick(itertools.product([0.3, 3.0], ["empirical", "uniform"]), [(0.3, "empirical"), (3.0, "uniform")]),
+    quick(itertools.product([0.3, 3.0], ["empirical", "uniform"]), [(0.3, "empirical")]),
 )
 def test_dirichlet_per_client_is_distributed_as_in_the_paper(alpha, prior):
     labels = np.repeat([0, 1, 2], [10, 30, 60])
@@ -437,7 +438,7 @@ def test_quantity_skew_lognormal_sizes():
     # The log ratio of two sizes has standard deviation sigma * sqrt(2).
     ratios = []
     for seed in range(300):
-        parts = quantity_skew(20_000, 4, seed, distribution="lognormal", sigma=0.8)
+        parts = quantity_skew(2_000, 4, seed, distribution="lognormal", sigma=0.8)
         ratios.append(np.log(parts[0].size / parts[1].size))
     assert np.std(ratios) == pytest.approx(0.8 * np.sqrt(2), rel=0.15)
     assert np.mean(ratios) == pytest.approx(0, abs=0.2)

@@ -28,6 +28,7 @@ from lightning_fed.partitions.base import Partition
 from lightning_fed.partitions.loader_split import split_loader, split_training_data
 from lightning_fed.server.schedule import Cohort, Visit
 from tests import models
+from tests.breadth import quick
 from tests.partitions.test_partitioned import Numbered
 from tests.recorders import Recorder
 
@@ -232,7 +233,7 @@ def test_a_subset_of_a_data_set_is_indexed_by_its_own_positions():
     assert visits == {0: [[7, 50, 50]], 1: [[50]]}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", quick([0, 1], [0]))
 def test_a_fit_weighs_clients_by_the_draws(workers, federated_trainer):
     recorder = Recorder()
     loader = DataLoader(

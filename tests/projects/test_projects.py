@@ -266,14 +266,14 @@ def quick_projects(*names):
     return quick(PROJECTS, [project for project in PROJECTS if project.values[0] in names])
 
 
-@pytest.mark.parametrize("name", quick_projects("cli"))
+@pytest.mark.parametrize("name", quick_projects())
 def test_a_plain_project_trains(name, run):
     assert_falls(name, run(source_of(name), name)[1])
 
 
 @pytest.mark.parametrize(
     "name",
-    quick_projects("cli", "gan", "dqn", "csv_plot", "table"),
+    quick_projects("cli", "gan"),
 )
 def test_a_federated_project_trains_at_the_first_try(name, run, caplog, plain_trainer, monkeypatch):
     """Both entry points give equal weights; visits equal plain fits, and rounds average the visits."""
@@ -316,7 +316,7 @@ def test_a_federated_project_trains_at_the_first_try(name, run, caplog, plain_tr
         assert_same(visit.end, state_of(module), trained)
 
 
-@pytest.mark.parametrize("name", quick_projects("distillation", "metric_learning"))
+@pytest.mark.parametrize("name", quick_projects("metric_learning"))
 def test_fused_visits_are_ordinary_ones(name, run, monkeypatch):
     source = federated(name, "trainer")
     fused, _ = run(source, name)
@@ -325,6 +325,7 @@ def test_fused_visits_are_ordinary_ones(name, run, monkeypatch):
     assert_same(state_of(fused.lightning_module), state_of(ordinary.lightning_module))
 
 
+@pytest.mark.slow
 def test_what_is_unfrozen_later_trains(run):
     """The backbone is constant in round 0 and changes once unfrozen by the callback."""
     recorder = Recorder()

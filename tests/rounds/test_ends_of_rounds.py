@@ -224,7 +224,7 @@ class Validations(L.Callback):
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-@pytest.mark.parametrize("hook", [slow("on_train_batch_start"), "on_train_batch_end", "on_validation_end"])
+@pytest.mark.parametrize("hook", [slow("on_train_batch_start"), slow("on_train_batch_end"), "on_validation_end"])
 def test_validation_by_batches_follows_complete_rounds(hook, plain_trainer, tmp_path, caplog):
     """The first round has 10 batches, so 24 batches are 2 rounds, also after a resume in a round with 2 batches."""
     clients = models.as_datasets(models.vectors({"a": 80, "b": 16}))
@@ -253,7 +253,7 @@ def test_validation_by_batches_follows_complete_rounds(hook, plain_trainer, tmp_
     torch.testing.assert_close(states, dict(whole.seen), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("interval", [0.25, 1, 3, 9])
+@pytest.mark.parametrize("interval", [0.25, 1, 3, slow(9)])
 def test_validations_inside_a_round_become_one_after_the_round(interval, plain_trainer):
     """As with Lightning's `check_val_every_n_epoch=2`."""
     clients = models.as_datasets(models.vectors({"a": 40, "b": 40}))

@@ -180,8 +180,11 @@ def net(case):
         itertools.product(CASES, ["fused", "lightning"]),
         [
             # Both in Lightning's loop with validations inside an epoch.
-            *((case, "lightning") for case in CASES if "val_check_interval" in CASES[case][3]),
-            *((case, "fused") for case in CASES if "val_check_interval" not in CASES[case][3]),
+            *((case, "lightning") for case in ("steps", "stop in validation", "average of steps")),
+            *(
+                (case, "fused")
+                for case in ("schedule per step", "plateau per step", "lbfgs", "pruning", "average of epochs")
+            ),
         ],
     ),
 )

@@ -12,6 +12,7 @@ import torch
 from lightning_fed import Availability
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.server.schedule import Schedule, Visit, count_visit_batches
+from tests.breadth import quick
 
 NAMES = [f"hospital {letter}/é" for letter in "abcdefghij"]
 OPTIONS = {
@@ -118,8 +119,9 @@ def test_every_whole_percentage_of_100_clients():
     assert sizes == list(percentages)
 
 
-def test_clients_are_drawn_uniformly():
-    rounds, population, size = 3000, 20, 6
+@pytest.mark.parametrize("rounds", quick([1000, 3000], [1000]))
+def test_clients_are_drawn_uniformly(rounds):
+    population, size = 20, 6
     schedule = Schedule(seed=5, clients_per_round=size)
     counts, pairs = np.zeros(population), Counter()
     for round in range(rounds):

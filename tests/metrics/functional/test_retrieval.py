@@ -1,5 +1,6 @@
 """MAP@R, and distances between samples."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -43,8 +44,13 @@ def test_the_reference_gives_the_examples_of_the_spec(relevant, r, expected):
     assert references.average_precision_reference(relevant, depth) == pytest.approx(expected, abs=1e-7)
 
 
-@pytest.mark.parametrize("r", [1, 3, 10, 60, "relevant"])
-@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+@pytest.mark.parametrize(
+    ("metric", "r"),
+    quick(
+        itertools.product(["cosine", "euclidean"], [1, 3, 10, 60, "relevant"]),
+        [("cosine", "relevant"), ("euclidean", 10), ("euclidean", 60)],
+    ),
+)
 def test_against_the_reference(r, metric, monkeypatch):
     embeddings, labels = images(37)
     expected = references.map_reference(embeddings, labels, r, metric)
@@ -88,7 +94,7 @@ def test_an_image_is_not_its_own_neighbour(monkeypatch):
     assert mean_average_precision_at_r(embeddings, labels, 2).item() == 0.5  # the second image is irrelevant
 
 
-@pytest.mark.parametrize("chunk_size", quick([2, 7, 100], [7, 100]))
+@pytest.mark.parametrize("chunk_size", quick([2, 7, 100], [7]))
 def test_equally_near_images(chunk_size, monkeypatch):
     """Irrelevant images come first for any order: on a grid most distances are ties."""
     monkeypatch.setattr(distances, "CHUNK", chunk_size)
