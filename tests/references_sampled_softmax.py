@@ -75,7 +75,8 @@ def logits_reference(feature, weight, scale=None, bias=None):
 
 def negatives_reference(positives, n, m, generator):
     """Section 1.2: draws positions in the list of all other classes."""
-    others = [c for c in range(n) if c not in set(positives)]
+    excluded = set(positives)
+    others = [c for c in range(n) if c not in excluded]
     places = generator.choice(len(others), min(m, len(others)), replace=False, shuffle=False)
     return sorted(others[place] for place in places)
 

@@ -30,19 +30,26 @@ def own_model(trainer, client):
     return {name.removeprefix(prefix): value for name, value in kept.items() if name.startswith(prefix)}
 
 
+WORK = [(0.5, None), (0.5, 1), (0.0, 1)]
+
+
 @pytest.mark.parametrize(
     ("lam", "personal_epochs", "optimizer"),
     quick(
-        [(*pair, optimizer) for pair in ((0.5, None), (0.0, 1)) for optimizer in (models.momentum, models.adam)],
-        [(0.5, None, models.momentum), (0.0, 1, models.adam)],
+        [
+            (*pair, optimizer)
+            for pair in ((0.5, None), (0.5, 1), (0.0, 1))
+            for optimizer in (models.momentum, models.adam)
+        ],
+        [(0.5, None, models.adam), (0.5, 1, models.momentum)],
     ),
 )
 def test_a_fit_against_a_plain_loop(lam, personal_epochs, optimizer, federated_trainer):
     clients, recorder = models.vectors(SIZES), Recorder()
-    visits = Visits(clients, rounds=3, cohort_size=3, seed=4, epochs=2)
+    visits = Visits(clients, rounds=2, cohort_size=3, seed=4, epochs=2)
     history, own = ditto_reference(models.norm_mlp(), visits, cross_entropy, optimizer, lam, personal_epochs or 2)
     trainer = federated_trainer(
-        max_rounds=3, clients_per_round=3, method=Ditto(lam, 2, personal_epochs), seed=4, batch_norm="average",
+        max_rounds=2, clients_per_round=3, method=Ditto(lam, 2, personal_epochs), seed=4, batch_norm="average",
         callbacks=[recorder],
     )  # fmt: skip
     trainer.fit(models.Module(models.norm_mlp(), optimizer), models.as_datasets(clients))
@@ -72,7 +79,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize(
     "options",
-    quick(OPTIONS, [options for options in OPTIONS if options != {"batch_norm": "frozen"}]),
+    quick(OPTIONS, [OPTIONS[0], *OPTIONS[3:5]]),
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_its_global_model_is_fedavgs(options, either_trainer):
@@ -210,7 +217,7 @@ def test_clients_go_on_from_a_checkpoint(federated_trainer, tmp_path):
     def run(logger, *callbacks, **options):
         module = models.Module(models.norm_mlp(), models.momentum)
         trainer = federated_trainer(
-            max_rounds=3, method=Ditto(0.5), clients_per_round=3, logger=logger,
+            max_rounds=2, method=Ditto(0.5), clients_per_round=3, logger=logger,
             callbacks=[SavesOnException(broken), *callbacks],
         )  # fmt: skip
         trainer.fit(module, models.as_datasets(models.vectors(SIZES)), **options)

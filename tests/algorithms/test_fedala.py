@@ -16,6 +16,7 @@ from lightning_fed.algorithms.fedala import last_parameters
 from lightning_fed.callbacks import AdaptiveAggregation, FederatedCallback
 from lightning_fed.model.entries import live_entries
 from tests import models
+from tests.breadth import slow
 from tests.recorders import MemoryLogger, Recorder, SavesOnException, assert_same, bytes_of, state_of
 from tests.references import recalibration_seed_reference, visit_batches_reference, visit_seed_reference
 from tests.references_correction import Visits, fedala_reference
@@ -39,7 +40,7 @@ def kept(trainer, client, prefix):
     ("num_layers", "share", "eta", "mixed"),
     [
         (1, 0.8, 1.0, ["2.weight", "2.bias"]),
-        (2, 1.0, 10.0, ["0.weight", "0.bias", "2.weight", "2.bias"]),
+        slow((2, 1.0, 10.0, ["0.weight", "0.bias", "2.weight", "2.bias"])),
     ],
 )
 def test_a_fit_against_a_plain_loop(num_layers, share, eta, mixed, federated_trainer):
@@ -93,7 +94,7 @@ def test_training_draws_the_same_random_numbers(federated_trainer):
     states = []
     for method in ("fedavg", FedALA(eta=1e-30)):
         module = models.Module(models.norm_mlp(), models.momentum)
-        federated_trainer(max_rounds=3, method=method, batch_norm="average").fit(
+        federated_trainer(max_rounds=2, method=method, batch_norm="average").fit(
             module, models.as_datasets(models.vectors(SIZES))
         )
         states.append(state_of(module))
@@ -125,7 +126,7 @@ def test_going_on(federated_trainer, tmp_path):
     def run(logger, *callbacks, **options):
         module = models.Module(models.norm_mlp(), models.momentum)
         trainer = federated_trainer(
-            max_rounds=4, method="fedala", clients_per_round=3, logger=logger, personal=["net.4.*"],
+            max_rounds=3, method="fedala", clients_per_round=3, logger=logger, personal=["net.4.*"],
             callbacks=[SavesOnException(broken), *callbacks],
         )  # fmt: skip
         trainer.fit(module, models.as_datasets(models.vectors(SIZES)), **options)

@@ -13,6 +13,7 @@ from lightning_fed.algorithms.fedatt import SoftmaxMean
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.rule import RoundInfo
 from tests import models
+from tests.breadth import slow
 from tests.recorders import Recorder, assert_same
 from tests.references_baselines import attention_reference, fedprox_reference
 from tests.test_invariants import held_bytes
@@ -79,7 +80,7 @@ def test_against_a_plain_implementation(step_size):
     assert torch.equal(new["norm.num_batches_tracked"], expected["norm.num_batches_tracked"])
 
 
-@pytest.mark.parametrize("net", [models.mlp, models.cnn])
+@pytest.mark.parametrize("net", [slow(models.mlp), models.cnn])
 def test_a_fit_against_a_plain_loop(net, federated_trainer):
     """Unequal clients, three of five per round, one network with BatchNorm."""
     clients = models.vectors() if net is models.mlp else models.images()
@@ -88,12 +89,12 @@ def test_a_fit_against_a_plain_loop(net, federated_trainer):
         return attention_reference(start, states, sizes, 1.2)
 
     history = fedprox_reference(
-        net(), clients, lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]), models.momentum, mu=0.0, rounds=3,
+        net(), clients, lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]), models.momentum, mu=0.0, rounds=2,
         cohort_size=3, seed=4, combine=combine,
     )  # fmt: skip
     recorder = Recorder()
     trainer = federated_trainer(
-        max_rounds=3, clients_per_round=3, method="fedatt", seed=4, batch_norm="average", callbacks=[recorder]
+        max_rounds=2, clients_per_round=3, method="fedatt", seed=4, batch_norm="average", callbacks=[recorder]
     )
     trainer.fit(models.Module(net(), models.momentum), models.as_datasets(clients))
     for expected, aggregate in zip(history, recorder.aggregates, strict=True):

@@ -491,7 +491,7 @@ def test_resuming(federated_trainer, tmp_path):
     def run(logger, *callbacks, **options):
         module = models.Module(models.norm_mlp(), models.momentum)
         trainer = federated_trainer(
-            max_rounds=3, clients_per_round=3, local_epochs=2, method=FedDANE(0.1), logger=logger,
+            max_rounds=2, clients_per_round=3, local_epochs=2, method=FedDANE(0.1), logger=logger,
             callbacks=[SavesOnException(broken), *callbacks],
         )  # fmt: skip
         trainer.fit(module, models.as_datasets(models.vectors(SIZES)), **options)

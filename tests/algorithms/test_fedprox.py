@@ -59,13 +59,13 @@ def test_the_same_clients_straggle_for_every_method(federated_trainer):
     for rule in ("fedavg", FedProx(mu=0.3), "fedatt", FeSEM(num_centers=2), FedDANE(mu=0.1), "fedmargin", "fairavg"):
         recorder = Recorder()
         trainer = federated_trainer(
-            max_rounds=2, clients_per_round=4, local_epochs=5, seed=11, method=rule,
+            max_rounds=1, clients_per_round=4, local_epochs=5, seed=11, method=rule,
             availability=Availability(stragglers=0.5),
             callbacks=[recorder],
         )  # fmt: skip
         trainer.fit(models.Module(models.mlp()), clients)
         seen.append([(visit.round, visit.client, len(visit.batches)) for visit in recorder.visits])
-        assert sum(batches < 5 for _, _, batches in seen[-1]) == 2 * 2
+        assert sum(batches < 5 for _, _, batches in seen[-1]) == 2
         assert all((logged["fed/stragglers"], logged["fed/clients"]) == (2, 4) for logged in recorder.logged)
         assert seen[-1] == seen[0], rule
 

@@ -55,7 +55,7 @@ EPOCHS = [(2, 1), (1, 3), (2, 0)]
     ("head_epochs", "body_epochs", "optimizer"),
     quick(
         [(*epochs, optimizer) for epochs in EPOCHS for optimizer in (models.momentum, models.adam)],
-        [(*EPOCHS[0], models.momentum), (*EPOCHS[1], models.adam), (*EPOCHS[2], models.momentum)],
+        [(*EPOCHS[0], models.momentum), (*EPOCHS[2], models.momentum)],
     ),
 )
 def test_a_fit_against_a_plain_loop(head_epochs, body_epochs, optimizer, federated_trainer):
@@ -139,16 +139,16 @@ def test_stragglers_keep_the_order(federated_trainer):
     schedule = Schedule(4, local_epochs=6, availability=Availability(stragglers=0.5))
     work = {
         (round, visit.client): visit.epochs
-        for round in range(4)
+        for round in range(3)
         for visit in schedule.cohort(round, sorted(clients)).visits
     }
     assert {1, 5} & set(work.values())
     history = fedrep_reference(
-        models.BaseAndHead(), is_head, clients, cross_entropy, models.sgd, 3, 3, rounds=4, cohort_size=4, seed=4,
+        models.BaseAndHead(), is_head, clients, cross_entropy, models.sgd, 3, 3, rounds=3, cohort_size=4, seed=4,
         work=lambda round, client: work[round, client],
     )  # fmt: skip
     fit(
-        federated_trainer, models.Module(models.BaseAndHead(), models.sgd), clients, rounds=4, head_epochs=3,
+        federated_trainer, models.Module(models.BaseAndHead(), models.sgd), clients, rounds=3, head_epochs=3,
         body_epochs=3, availability=Availability(stragglers=0.5), seed=4, callbacks=[recorder, phases],
     )  # fmt: skip
     for (state, _), aggregate in zip(history, recorder.aggregates, strict=True):
@@ -170,7 +170,7 @@ def test_straggling_is_that_of_other_methods(federated_trainer):
         ),
     ):
         recorder = Recorder()
-        trainer = federated_trainer(max_rounds=2, federation=federation, callbacks=[recorder])
+        trainer = federated_trainer(max_rounds=1, federation=federation, callbacks=[recorder])
         trainer.fit(models.Module(models.BaseAndHead()), models.as_datasets(models.vectors(SIZES)))
         seen.append([(visit.round, visit.client, len(visit.batches)) for visit in recorder.visits])
     assert seen[0] == seen[1] == seen[2]

@@ -55,6 +55,15 @@ ROWS = {
     "by hand": (lambda: models.ManualModule(models.norm_mlp()), {}),
 }
 SIZES = {"ann": 12, "bob": 6, "cid": 20}
+QUICK_ROWS = {
+    "scaffold": "averaged",
+    "fednova": ("personal", "by hand"),
+    "feddyn": "half",
+    "ditto": "frozen",
+    "moon": ("personal", "by hand"),
+    "qffl": "recalibrated",
+    "fedala": "frozen",
+}
 NEED_AUTOMATIC_OPTIMIZATION = ("qffl", "fedala", "moon")
 
 
@@ -73,12 +82,7 @@ def test_clients_that_hold_some_rows_are_refused(method, federated_trainer):
     ("method", "row"),
     quick(
         itertools.product(METHODS, ROWS),
-        [  # two rows for every method
-            (method, row)
-            for number, method in enumerate(METHODS)
-            for place, row in enumerate(ROWS)
-            if (number + place) % 3 == 0
-        ],
+        [case for case in itertools.product(METHODS, ROWS) if case[1].startswith(QUICK_ROWS[case[0]])],
     ),
 )
 def test_table(method, row, federated_trainer, plain_trainer):
@@ -135,10 +139,10 @@ def test_weights_do_not_grow_with_the_rounds(method, federated_trainer):
 
     totals = []
     rule = "qffl:q=0" if method == "qffl" else METHODS.get(method, method)  # with q > 0 the losses change the weights
-    trainer = federated_trainer(max_rounds=4, method=rule, callbacks=[Totals()])
+    trainer = federated_trainer(max_rounds=2, method=rule, callbacks=[Totals()])
     trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors(SIZES)))
     equal = method in ("scaffold", "feddyn")
-    assert totals == [(3.0 if equal else float(sum(SIZES.values())), 3)] * 4
+    assert totals == [(3.0 if equal else float(sum(SIZES.values())), 3)] * 2
 
 
 class Broken(FederatedCallback):

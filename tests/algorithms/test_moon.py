@@ -86,10 +86,10 @@ def averaged_tokens(net, inputs):
 def test_a_fit_against_a_plain_loop(net, features, data, layer, either_trainer):
     """Three of five clients per round, BatchNorm, momentum; the term is non-zero from a client's second visit."""
     clients, recorder = data(SIZES), Recorder()
-    visits = Visits(clients, rounds=4, cohort_size=3, seed=4, batch_size=16, epochs=2)
+    visits = Visits(clients, rounds=3, cohort_size=3, seed=4, batch_size=16, epochs=2)
     history = moon_reference(net(), features, visits, cross_entropy, models.momentum, mu=5.0)
     trainer = either_trainer(
-        max_rounds=4, clients_per_round=3, local_epochs=2, method=MOON(mu=5.0, layer=layer), seed=4,
+        max_rounds=3, clients_per_round=3, local_epochs=2, method=MOON(mu=5.0, layer=layer), seed=4,
         batch_norm="average", callbacks=[recorder],
     )  # fmt: skip
     datamodule = FederatedDataModule(models.as_datasets(clients), batch_size=16)

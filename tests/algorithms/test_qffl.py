@@ -30,12 +30,12 @@ def cross_entropy(net, batch):
 def test_a_fit_against_a_plain_loop(q, lipschitz, either_trainer):
     """Unequal clients, three of five per round, dropout, BatchNorm, momentum."""
     clients, recorder = models.vectors(), Recorder()
-    visits = Visits(clients, rounds=3, cohort_size=3, seed=4, epochs=2)
+    visits = Visits(clients, rounds=2, cohort_size=3, seed=4, epochs=2)
     history = qffl_reference(
         models.norm_mlp(), visits, cross_entropy, models.momentum, q, 1 / 0.05 if lipschitz is None else lipschitz
     )
     trainer = either_trainer(
-        max_rounds=3, clients_per_round=3, local_epochs=2, method=QFFL(q, lipschitz), seed=4, batch_norm="average",
+        max_rounds=2, clients_per_round=3, local_epochs=2, method=QFFL(q, lipschitz), seed=4, batch_norm="average",
         callbacks=[recorder],
     )  # fmt: skip
     trainer.fit(
@@ -52,7 +52,7 @@ def test_with_q_0_it_is_fedavg(federated_trainer):
     runs = []
     for method in ("fedavg", "qffl:q=0"):
         recorder, module = Recorder(), models.Module(models.norm_mlp(), models.momentum)
-        trainer = federated_trainer(max_rounds=3, clients_per_round=3, method=method, callbacks=[recorder])
+        trainer = federated_trainer(max_rounds=2, clients_per_round=3, method=method, callbacks=[recorder])
         trainer.fit(module, models.as_datasets(models.vectors()))
         runs.append((state_of(module), recorder))
     assert_same(runs[0][0], runs[1][0])

@@ -299,7 +299,7 @@ def test_a_plain_step_is_the_average_bit_for_bit(steps, dtype):
 INNER = ["fedavg", FairAvg(), FedProx(mu=0.3), FedAtt(step_size=1.0), "fedmargin"]
 
 
-@pytest.mark.parametrize("inner", quick(INNER, INNER[2:]))
+@pytest.mark.parametrize("inner", quick(INNER, [INNER[2], "fedmargin"]))
 def test_a_fit_with_a_plain_step_is_the_averaging_rules(inner, federated_trainer):
     """With BatchNorm, client momentum and stragglers; callbacks of the inner method are added."""
     runs = []
@@ -372,7 +372,7 @@ def test_the_pictures_of_fedmargin_find_it(federated_trainer, monkeypatch):
 # --- Monoid -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", quick(PRESETS, ["fedadam", "fedavgm"]))
+@pytest.mark.parametrize("name", quick(PRESETS, ["fedadam"]))
 def test_order_shards_and_copies_do_not_matter(name):
     make = PRESETS[name][0]
     received = round_of(0, 4)
@@ -607,10 +607,10 @@ def test_a_fit_against_a_plain_loop(name, federated_trainer):
     clients, recorder = models.images(SIZES), Recorder()
     history = fedprox_reference(
         models.cnn(), clients, lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]), models.momentum, mu=0.0,
-        rounds=3, cohort_size=3, seed=4, combine=ServerReference(PRESETS[name][1]),
+        rounds=2, cohort_size=3, seed=4, combine=ServerReference(PRESETS[name][1]),
     )  # fmt: skip
     trainer = federated_trainer(
-        max_rounds=3, clients_per_round=3, method=name, seed=4, batch_norm="average", callbacks=[recorder]
+        max_rounds=2, clients_per_round=3, method=name, seed=4, batch_norm="average", callbacks=[recorder]
     )
     trainer.fit(models.Module(models.cnn(), models.momentum), models.as_datasets(clients))
     for expected, aggregate in zip(history, recorder.aggregates, strict=True):

@@ -398,7 +398,7 @@ RULES, ATTACKS = ["krum", "median", "centered_clipping"], [SignFlip, GaussianNoi
 
 
 @pytest.mark.parametrize(
-    ("method", "attack"), quick(itertools.product(RULES, ATTACKS), list(zip(RULES, ATTACKS, strict=True)))
+    ("method", "attack"), quick(itertools.product(RULES, ATTACKS), list(zip(RULES, ATTACKS, strict=True))[1:])
 )
 def test_clients_at_once_are_clients_one_after_another(method, attack, federated_trainer, caplog):
     """Equal up to the rounding of float32 products with other shapes."""
@@ -421,7 +421,7 @@ def test_a_robust_rule_stands_what_an_average_does_not(federated_trainer):
     distances = []
     for method in ("fairavg", Krum(2), GeometricMedian(), TrimmedMean()):
         module = models.Quadratic(lr=0.5)
-        trainer = federated_trainer(max_rounds=6, method=method, steps=[SignFlip(["d", "e"], 5.0)], seed=0)
+        trainer = federated_trainer(max_rounds=4, method=method, steps=[SignFlip(["d", "e"], 5.0)], seed=0)
         trainer.fit(module, models.as_datasets(clients))
         distances.append(float(np.linalg.norm(module.w.detach().numpy() - 1.01)))
     assert distances[0] > 1
@@ -430,13 +430,13 @@ def test_a_robust_rule_stands_what_an_average_does_not(federated_trainer):
 
 def test_a_resumed_fit_under_attack(federated_trainer, tmp_path):
     attacks = [ALIE(["ann"])]
-    _, module, trainer = fit(federated_trainer, attacks, "centered_clipping", 3)
-    _, _, first = fit(federated_trainer, attacks, "centered_clipping", 2)
+    _, module, trainer = fit(federated_trainer, attacks, "centered_clipping", 2)
+    _, _, first = fit(federated_trainer, attacks, "centered_clipping", 1)
     path = tmp_path / "last.ckpt"
     first.save_checkpoint(path)
     resumed = models.Module(NET(), models.momentum)
     again = federated_trainer(
-        max_rounds=3, method="centered_clipping", seed=1, batch_norm="average", steps=[ALIE(["ann"])]
+        max_rounds=2, method="centered_clipping", seed=1, batch_norm="average", steps=[ALIE(["ann"])]
     )
     again.fit(resumed, models.as_datasets(models.vectors(SIZES)), ckpt_path=path, **loading(weights_only=True))
     assert_same(state_of(module), state_of(resumed))

@@ -10,7 +10,9 @@ from torch import nn
 
 from lightning_fed.matching import PermutationGroups, load_matched, resize_module
 from tests import models, warm_process
+from tests.breadth import quick
 from tests.generators import same_random_numbers
+from tests.matching import load_script
 from tests.matching.load_script import CASES, Letters, Normed
 
 
@@ -27,7 +29,14 @@ def grown(make, example, seed=0):
         return module, module(example)
 
 
-def test_in_another_process(tmp_path):
+@pytest.mark.parametrize(
+    "load",
+    quick(
+        [load_script.main, lambda folder: warm_process.run("tests.matching.load_script", folder)], [load_script.main]
+    ),
+    ids=["here", "in another process"],
+)
+def test_modules_of_the_original_widths(load, tmp_path):
     expected = {}
     for name, (make, draw) in CASES.items():
         example = draw()
@@ -36,10 +45,10 @@ def test_in_another_process(tmp_path):
         torch.save({"state_dict": module.state_dict(), "epoch": 3}, tmp_path / f"{name}.ckpt")
         torch.save(example, tmp_path / f"{name}.input")
         expected[name] = (output, repr(module))
-    warm_process.run("tests.matching.load_script", tmp_path)
+    load(tmp_path)
     for name, (output, text) in expected.items():
         result = torch.load(tmp_path / f"{name}.output", weights_only=True)
-        torch.testing.assert_close(result["output"], output, msg=name)  # from the other process
+        torch.testing.assert_close(result["output"], output, msg=name)
         assert result["text"] == text
         assert result["is_tied"] == (name == "tied")
 

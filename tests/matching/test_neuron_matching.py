@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_fed.matching import match_neurons
-from tests.breadth import slow
+from tests.breadth import quick, slow
 from tests.references_matching import (
     estimate_reference,
     estimated_reference,
@@ -79,7 +79,9 @@ SIZES = [(6, 6, 6), (5, 8, 3, 8), (4, 4), (3,), (4,) * 13]
 """Neurons per client. With 13 clients popularity exceeds 10."""
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "sizes", [sizes if len(sizes) < 13 else pytest.param(sizes, marks=pytest.mark.slow) for sizes in SIZES], ids=str
+)
 @pytest.mark.parametrize("score", ["published", "marginal"])
 def test_one_precision_for_all_is_the_reference(sizes, score):
     widths = set()
@@ -112,12 +114,9 @@ def test_a_hard_limit_of_the_width_is_the_references(score):
 
 
 def test_float32_is_the_reference():
-    for seed in range(3):
-        for variance in (0.5, torch.tensor([0.5, 0.4, 0.7, 1.0, 0.1, 0.3])):
-            match = compared(
-                random_clients((7, 9, 9), 6, seed, dtype=torch.float32), "marginal", 1.0, variance, 1.0, 0.0
-            )
-            assert match.means.dtype == match.estimate.dtype == torch.float32
+    for variance in (0.5, torch.tensor([0.5, 0.4, 0.7, 1.0, 0.1, 0.3])):
+        match = compared(random_clients((7, 9, 9), 6, dtype=torch.float32), "marginal", 1.0, variance, 1.0, 0.0)
+        assert match.means.dtype == match.estimate.dtype == torch.float32
 
 
 def test_half_precision_is_computed_in_float32():
@@ -139,7 +138,7 @@ def test_stopping_early_changes_nothing():
 
 @pytest.mark.parametrize("blocks", [None, slow([4, 1]), [2, 2, 1]])
 def test_estimated_variances_are_the_references(blocks):
-    for seed in range(3):
+    for seed in range(2):
         clients = random_clients((6, 5, 6), 5, seed, scale=0.1)
         clients = [neurons * torch.tensor([1, 1, 1, 1, 20.0]) for neurons in clients]
         ours = match_neurons(clients, np.random.default_rng(seed), blocks=blocks)
@@ -268,7 +267,7 @@ def test_the_published_score_merges_private_neurons():
     assert len(match_neurons(clients, np.random.default_rng(0)).owners) == 184
 
 
-@pytest.mark.parametrize("kind", ["random", "shared", slow("opposite")])
+@pytest.mark.parametrize("kind", quick(["random", "shared", "opposite"], ["shared"]))
 def test_the_published_prior_sets_the_width(kind):
     """For short neurons every later client adds one neuron per k < gamma sqrt(J - 1) / J.
 

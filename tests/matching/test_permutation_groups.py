@@ -287,6 +287,7 @@ def test_training_does_not_see_the_order(which):
     assert not any(torch.allclose(first[name], state[name]) for name, _ in groups.groups[0].entries)
 
 
+@pytest.mark.slow
 def test_the_papers_networks_have_the_papers_sizes():
     """Numbers of parameters, and growth factors for 14 and 15 additional neurons in every layer of VGG-9."""
     sizes = {}

@@ -74,7 +74,7 @@ def check_alone(module, example, groups):
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
 
-@pytest.mark.parametrize("name", quick(QUICK, ["LeNet", "LSTM, both ways", "ViT", "mixed"]))
+@pytest.mark.parametrize("name", quick(QUICK, ["LSTM, both ways", "ViT", "mixed"]))
 def test_groups_are_found_and_exact(name):
     check(*QUICK[name])
 

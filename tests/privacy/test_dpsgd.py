@@ -112,9 +112,7 @@ def test_visits_against_a_plain_implementation(clip, z, data, mu, federated_trai
     """Without noise and clip: plain training on Poisson batches. FedProx adds its term after the noise."""
     method = f"fedprox:mu={mu}" if mu else "fedavg"
     module = models.Module(models.mlp(), models.momentum)
-    recorder, _, _ = federated(
-        federated_trainer, dpsgd(clip, z), 2, method, data, module, precision="64-true", local_epochs=2
-    )
+    recorder, _, _ = federated(federated_trainer, dpsgd(clip, z), 2, method, data, module, precision="64-true")
     assert {(visit.client, visit.round) for visit in recorder.visits} == {(name, r) for name in SIZES for r in range(2)}
     tensors, counts = models.vectors(SIZES), set()
     for visit in recorder.visits:
@@ -124,7 +122,7 @@ def test_visits_against_a_plain_implementation(clip, z, data, mu, federated_trai
         optimizer = models.momentum(net.parameters())
         start = {name: value.detach().clone() for name, value in net.named_parameters()}
         steps = len(visit.batches)
-        assert steps == 2 * len(range(0, len(inputs) - (len(inputs) % BATCH == 1), BATCH))
+        assert steps == len(range(0, len(inputs) - (len(inputs) % BATCH == 1), BATCH))
         for number in range(steps):
             counts.add(
                 step_reference(
@@ -183,7 +181,7 @@ def test_every_fit_has_a_key_of_its_own_and_leaves_nothing_in_the_module(federat
     for _ in range(2):
         module = models.Module(models.mlp())
         known = {name: set(vars(layer)) for name, layer in module.named_modules()}
-        secret = DPSGD(0.5, 1.0, 1e-3)
+        secret = DPSGD(0.5, 0.8, 1e-3)
         federated(federated_trainer, secret, 1, module=module)
         states.append(state_of(module))
         assert int(secret.state_dict()["key"], 16) > 2**100
@@ -191,7 +189,7 @@ def test_every_fit_has_a_key_of_its_own_and_leaves_nothing_in_the_module(federat
         assert {name for names in added.values() for name in names} <= {"_hparams"}
         assert not [key for value in module.parameters() for key in vars(value)]
     assert all(not torch.equal(value, states[1][name]) for name, value in states[0].items())
-    module, trainer = plain(plain_trainer, DPSGD(0.5, 1.0, 1e-3))
+    module, trainer = plain(plain_trainer, DPSGD(0.5, 0.8, 1e-3))
     assert "train_dataloader" not in vars(trainer.datamodule)
     assert not [key for value in module.parameters() for key in vars(value)]
 
@@ -202,7 +200,7 @@ def test_every_fit_has_a_key_of_its_own_and_leaves_nothing_in_the_module(federat
 @pytest.mark.parametrize(
     ("setting", "accountant"),
     quick(
-        product(VECTORS, ["rdp", "pld"]), [*product(list(VECTORS)[:2], ["rdp"]), *product(list(VECTORS)[:1], ["pld"])]
+        product(VECTORS, ["rdp", "pld"]), [*product(list(VECTORS)[1:2], ["rdp"]), *product(list(VECTORS)[:1], ["pld"])]
     ),
 )
 def test_the_numbers_of_the_spec(setting, accountant):
@@ -290,6 +288,8 @@ def test_a_fit_that_ends_as_planned_is_no_warning(kind, epochs, options, federat
     """The noise is calibrated for these epochs or steps, so Lightning ends the fit."""
     caplog.set_level(logging.WARNING, "lightning_fed")
     callback = dpsgd(z=None, epsilon=3.0)
+    if kind == "federated":
+        options = {**options, "data": clients_of(sizes={"a": 20})}
     fit = (federated, federated_trainer) if kind == "federated" else (plain, plain_trainer)
     trainer = fit[0](fit[1], callback, epochs, **options)[-1]
     assert trainer.global_step == options.get("max_steps", trainer.global_step)
@@ -359,10 +359,11 @@ def test_the_noise_of_an_epsilon_of_a_plain_fit(options, steps, plain_trainer):
 
 def test_a_fit_with_more_rounds_has_the_noise_that_it_began_with(federated_trainer, tmp_path):
     path, callbacks = tmp_path / "last.ckpt", [DPSGD(0.5, None, 1e-3, epsilon=6.0) for _ in range(2)]
-    _, _, trainer = federated(federated_trainer, callbacks[0], 2)
+    clients = clients_of(sizes={"a": 20})
+    _, _, trainer = federated(federated_trainer, callbacks[0], 2, data=clients)
     trainer.save_checkpoint(path)
     again = federated_trainer(max_rounds=4, seed=1, callbacks=[callbacks[1]])
-    again.fit(models.Module(models.mlp(), models.momentum), clients_of(), ckpt_path=path, **loading(weights_only=True))
+    again.fit(models.Module(models.mlp(), models.momentum), clients, ckpt_path=path, **loading(weights_only=True))
     assert again.current_epoch == 2
     assert callbacks[1].noise_multiplier == callbacks[0].noise_multiplier
     assert callbacks[1].epsilon() == callbacks[0].epsilon() <= 6
@@ -403,16 +404,16 @@ def test_a_resumed_federation_has_the_same_noise_and_pays_once(federated_trainer
             if trainer.current_epoch == 1:
                 trainer.save_checkpoint(path)
 
-    first = DPSGD(0.5, 1.0, 1e-3)
+    first = DPSGD(0.5, 0.8, 1e-3)
     _, module, trainer = federated(federated_trainer, first, 4, FedAvgM(), clients_per_round=2, callbacks=[Saves()])
-    again, resumed = DPSGD(0.5, 1.0, 1e-3), models.Module(models.mlp(), models.momentum)
+    again, resumed = DPSGD(0.5, 0.8, 1e-3), models.Module(models.mlp(), models.momentum)
     second = federated_trainer(method=FedAvgM(), max_rounds=4, seed=1, clients_per_round=2, callbacks=[again])
     second.fit(resumed, clients_of(), ckpt_path=path, **loading(weights_only=True))
     assert_same(state_of(module), state_of(resumed))
     assert first.state_dict() == again.state_dict()
     assert trainer.callback_metrics["dp/epsilon"] == second.callback_metrics["dp/epsilon"]
-    other = federated_trainer(method=FedAvgM(), max_rounds=4, seed=1, clients_per_round=2, callbacks=[dpsgd()])
-    with pytest.raises(ValueError, match=r"Expected noise_multiplier=1.0, as before the checkpoint, but got 0.8"):
+    other = federated_trainer(method=FedAvgM(), max_rounds=4, seed=1, clients_per_round=2, callbacks=[dpsgd(z=1.0)])
+    with pytest.raises(ValueError, match=r"Expected noise_multiplier=0.8, as before the checkpoint, but got 1.0"):
         other.fit(resumed, clients_of(), ckpt_path=path, **loading(weights_only=True))
 
 
@@ -427,12 +428,12 @@ def test_a_round_that_breaks_off_is_done_again_with_the_same_noise(federated_tra
                 trainer.save_checkpoint(path)  # during a visit, in the state at the start of the round
                 raise KeyboardInterrupt
 
-    whole = DPSGD(0.5, 1.0, 1e-3, key_for_tests=KEY)
-    _, module, _ = federated(federated_trainer, whole, 3)
+    whole = DPSGD(0.5, 0.8, 1e-3, key_for_tests=KEY)
+    _, module, _ = federated(federated_trainer, whole, 2)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        federated(federated_trainer, DPSGD(0.5, 1.0, 1e-3, key_for_tests=KEY), 3, callbacks=[Breaks()])
-    again, resumed = DPSGD(0.5, 1.0, 1e-3), models.Module(models.mlp(), models.momentum)
-    federated_trainer(max_rounds=3, seed=1, callbacks=[again]).fit(
+        federated(federated_trainer, DPSGD(0.5, 0.8, 1e-3, key_for_tests=KEY), 2, callbacks=[Breaks()])
+    again, resumed = DPSGD(0.5, 0.8, 1e-3), models.Module(models.mlp(), models.momentum)
+    federated_trainer(max_rounds=2, seed=1, callbacks=[again]).fit(
         resumed, clients_of(), ckpt_path=path, **loading(weights_only=True)
     )
     assert_same(state_of(module), state_of(resumed))
@@ -449,19 +450,19 @@ def test_a_resumed_plain_fit_has_the_same_noise(plain_trainer, tmp_path, step):
             if trainer.global_step == step:
                 trainer.save_checkpoint(path)
 
-    first = DPSGD(0.5, 1.0, 1e-3)
+    first = DPSGD(0.5, 0.8, 1e-3)
     data = models.PooledData(models.vectors({"a": 30}), batch_size=BATCH)
     modules = [models.Module(models.mlp(), models.momentum) for _ in range(2)]
     plain_trainer(max_epochs=3, callbacks=[first, Saves()]).fit(modules[0], datamodule=data)
-    again = DPSGD(0.5, 1.0, 1e-3)
+    again = DPSGD(0.5, 0.8, 1e-3)
     second = plain_trainer(max_epochs=3, callbacks=[again])
     second.fit(modules[1], datamodule=data, ckpt_path=path, **loading(weights_only=True))
     assert_same(state_of(modules[0]), state_of(modules[1]))
     assert first.state_dict() == again.state_dict()
-    assert again.epsilon() == pytest.approx(Budget(1.0, 1e-3, 30, BATCH).epsilon(15))
+    assert again.epsilon() == pytest.approx(Budget(0.8, 1e-3, 30, BATCH).epsilon(15))
     fewer = models.PooledData(models.vectors({"a": 29}), batch_size=BATCH)
     with pytest.raises(ValueError, match="Expected 30 examples in batches of 6, as in earlier steps"):
-        plain_trainer(max_epochs=9, callbacks=[DPSGD(0.5, 1.0, 1e-3)]).fit(
+        plain_trainer(max_epochs=9, callbacks=[DPSGD(0.5, 0.8, 1e-3)]).fit(
             modules[1], datamodule=fewer, ckpt_path=path, **loading(weights_only=True)
         )
 
@@ -484,7 +485,7 @@ class Canaries(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("share", [slow(0.0), 0.2, 1.0])
 def test_an_audit_with_canaries(share, plain_trainer, monkeypatch):
     """A coin decides about the presence of every example. Less noise than claimed is detected."""
     count, z, delta, steps = 1000, 4.0, 1e-5, 4
@@ -686,7 +687,7 @@ REFUSED = [
     (WritesBuffer, "The entry 'centre' of the module has changed in training"),
     (lambda: models.Quadratic(6), r"Quadratic has parameters outside any layer \('w'\)"),
     (lambda: Skips(models.mlp()), "returned no loss for a batch"),
-    (lambda: models.Module(torch.compile(models.mlp())), "an uncompiled module"),
+    (lambda: models.Module(torch.compile(models.mlp(), backend="eager")), "an uncompiled module"),
     (lambda: Frequent(models.mlp()), "depends on other examples|from outside its layer"),
 ]
 
@@ -746,7 +747,7 @@ def test_fits_that_are_refused(options, words, federated_trainer):
 
 
 @pytest.mark.parametrize(
-    "method", [slow("fedavgm"), "scaffold", slow("fednova"), "feddyn:alpha=0.1", slow("median"), "fedper"]
+    "method", quick(["fedavgm", "scaffold", "fednova", "feddyn:alpha=0.1", "median", "fedper"], ["scaffold", "fedper"])
 )
 def test_methods_that_go_with_it(method, federated_trainer):
     """Noisy gradients come from equal draws."""
@@ -835,7 +836,7 @@ def test_options_that_cannot_be(options, message):
 def test_a_group_norm_network_trains(federated_trainer):
     """The remedy in the error about BatchNorm."""
     module = models.Module(to_group_norm(models.cnn()))
-    data = FederatedDataModule(models.as_datasets(models.images({"a": 12, "b": 16})), batch_size=BATCH)
+    data = FederatedDataModule(models.as_datasets(models.images({"a": 20})), batch_size=BATCH)
     _, _, trainer = federated(federated_trainer, dpsgd(), 1, data=data, module=module)
     assert trainer.callback_metrics["dp/epsilon"] > 0
 

@@ -30,6 +30,7 @@ from lightning_fed.rounds.visit_driver import VisitDriver
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.schedule import Schedule
 from tests import models
+from tests.breadth import slow
 from tests.recorders import Recorder, assert_same, state_of
 from tests.references_asynchronous import (
     asynchronous_reference,
@@ -115,7 +116,7 @@ def test_running_statistics_stay_between_model_and_client(tmp_path):
     [
         (FedBuff(2, durations=Given()), partial(fedbuff_reference, weigh=polynomial), 2),
         (FedBuff(3, staleness=0, durations=Given()), partial(fedbuff_reference, weigh=lambda staleness: 1.0), 3),
-        (FedAsync(durations=Given()), partial(fedasync_reference, weigh=polynomial), 1),
+        slow((FedAsync(durations=Given()), partial(fedasync_reference, weigh=polynomial), 1)),
         (FedAsync(staleness=[2.0, 1.0], durations=Given()), partial(fedasync_reference, weigh=hinge), 1),
     ],
     ids=["fedbuff", "without discount", "fedasync", "hinge"],
@@ -155,8 +156,8 @@ def test_a_fit_equals_a_plain_loop(rule, reference, buffer, federated_trainer):
 )
 def test_a_buffer_for_all_clients_is_a_synchronous_round(weighting, other, make_net, federated_trainer):
     """Bit for bit, with BatchNorm, dropout and slow clients."""
-    buffered, weights = fitted(federated_trainer, FedBuff(len(models.SIZES), 0, weighting), 3, make_net)
-    synchronous, expected = fitted(federated_trainer, other, 3, make_net)
+    buffered, weights = fitted(federated_trainer, FedBuff(len(models.SIZES), 0, weighting), 2, make_net)
+    synchronous, expected = fitted(federated_trainer, other, 2, make_net)
     assert_same(weights, expected)
     for name, value in synchronous.callback_metrics.items():
         if name not in ("train_loss", "fed/update_norm", "fed/drift"):  # depend on the order, and on UniformWeights
@@ -183,8 +184,8 @@ def test_one_client_in_flight_without_mixing_is_sequential_training(federated_tr
 
 
 def test_several_clients_at_once_have_their_start_models(federated_trainer):
-    _, single = fitted(federated_trainer, FedBuff(3), 6, models.mlp, visits="lightning")
-    trainer, several = fitted(federated_trainer, FedBuff(3), 6, models.mlp, visits=Vectorized(3))
+    _, single = fitted(federated_trainer, FedBuff(3), 4, models.mlp, visits="lightning")
+    trainer, several = fitted(federated_trainer, FedBuff(3), 4, models.mlp, visits=Vectorized(3))
     assert trainer.callback_metrics["fed/staleness/max"] > 0
     for name, value in single.items():
         torch.testing.assert_close(several[name], value, rtol=1e-4, atol=1e-5)
@@ -275,7 +276,7 @@ def checkpoints(folder):
 
 def test_a_fit_killed_between_any_two_visits_resumes_exactly(federated_trainer, tmp_path, monkeypatch):
     """FedBuff with momentum, dropout and stale models; the order file is complete after the resume."""
-    start, rounds, fit = VisitDriver.start, 4, partial(fitted, federated_trainer, clients_per_round=4)
+    start, rounds, fit = VisitDriver.start, 3, partial(fitted, federated_trainer, clients_per_round=4)
 
     def method(name):
         return FedBuff(2, record=str(tmp_path / name))

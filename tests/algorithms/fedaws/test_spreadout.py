@@ -13,6 +13,7 @@ from lightning_fed.callbacks import SampledSoftmax, SpreadOut
 from lightning_fed.data import LazyClients
 from lightning_fed.modules import SampledSoftmaxHead
 from tests import models
+from tests.breadth import slow
 from tests.recorders import Recorder, assert_same, state_of
 from tests.references_server import gradient_reference, spreadout_margin_reference, spreadout_top_k_reference
 
@@ -94,7 +95,7 @@ def assert_stepped(before, after, rate, function, name=HEAD, normalize=True):
 # --- Step -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("aggregator", ["fedavg", "fedmargin", "fedavgm"])
+@pytest.mark.parametrize("aggregator", ["fedavg", slow("fedmargin"), "fedavgm"])
 def test_the_nearest_classes(aggregator, federated_trainer):
     module = models.Module(models.mlp())
     before, after, _ = fit(

@@ -82,7 +82,8 @@ FOUND = {  # a model: network and layer, shapes of the features for 64 x 64 imag
     "base and head": (models.BaseAndHead, "model.base", "", "output", [8]),
     "encoder behind an embedding": (Tokens, "model", "head", "input", [8]),
 }  # fmt: skip
-REPEATED = {"timm resnet", "torchvision mobilenet", "unet"}  # found like other models
+# Found like other models.
+REPEATED = {"timm resnet", "timm convnext", "torchvision resnet", "torchvision mobilenet", "unet", "segformer encoder"}
 
 
 @pytest.mark.filterwarnings("ignore:The parameter 'pretrained'")

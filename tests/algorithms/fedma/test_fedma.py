@@ -177,7 +177,7 @@ def test_without_matching_in_one_exchange_it_is_federated_averaging(federated_tr
     states = []
     for rule in (FedAvg(), FedMA("none", stages=1, last_layer="size")):
         module = models.Module(mlp(), momentum)
-        fit(federated_trainer(max_rounds=3, method=rule, local_epochs=2), module, data_of(parts(), 4))
+        fit(federated_trainer(max_rounds=2, method=rule, local_epochs=2), module, data_of(parts(), 4))
         states.append(state_of(module))
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 

@@ -261,7 +261,7 @@ ALL_DOORS = [(source, "callback") for source in SOURCES] + [("data sets", "train
     ("source", "door", "passes"),
     quick(
         [(*case, passes) for case in ALL_DOORS for passes in ("exact", "online")],
-        [(*case, ("exact", "online")[place % 2]) for place, case in enumerate(ALL_DOORS[:4:2])],
+        [(*ALL_DOORS[0], "exact")],
     ),
 )
 def test_the_training_is_the_same(source, passes, door, federated_trainer, plain_trainer):
@@ -394,7 +394,7 @@ IN_A_PLAIN_TRAINER = list(itertools.product((0, 1), (True, False), ("exact", "on
 
 @pytest.mark.parametrize(
     ("workers", "has_generator", "passes"),
-    quick(IN_A_PLAIN_TRAINER, [(0, True, "exact"), (0, False, "online"), (1, True, "online")]),
+    quick(IN_A_PLAIN_TRAINER, [(0, True, "exact"), (0, False, "online")]),
 )
 def test_a_plain_trainer_trains_the_same(passes, has_generator, workers, plain_trainer):
     """With shuffling, augmentation and validation; margins are logged per epoch."""
@@ -793,7 +793,7 @@ class Sending(FederatedCallback):
 
 @pytest.mark.parametrize(
     ("store", "passes"),
-    quick(itertools.product(["memory", "folder"], ["exact", "online"]), [("memory", "exact"), ("folder", "online")]),
+    quick(itertools.product(["memory", "folder"], ["exact", "online"]), [("folder", "online")]),
 )
 def test_margins_against_the_last_visit(store, passes, federated_trainer, tmp_path):
     """A client compares with the prototypes sent in its previous visit; a first visit has no margin."""

@@ -566,7 +566,6 @@ def another_class(extras):
         itertools.product([narrowed, another_class], ["all", "one"], ["semantic", "hypothesis"]),
         [
             (narrowed, "all", "semantic"),
-            (another_class, "all", "hypothesis"),
             (another_class, "one", "semantic"),
             (narrowed, "one", "hypothesis"),
         ],

@@ -1,5 +1,6 @@
 """Clients with a few of very many classes: a round written in plain PyTorch, and identities."""
 
+import itertools
 import math
 
 import lightning as L
@@ -17,6 +18,7 @@ from lightning_fed.algorithms import FedAvg, FedMargin
 from lightning_fed.callbacks import ClassPrototypes, GradientCorrection, ProximalTerm, SampledSoftmax
 from lightning_fed.modules import SampledSoftmaxHead, to_group_norm
 from tests import models
+from tests.breadth import quick, slow
 from tests.recorders import Recorder, StepCheckpoint, assert_same, bytes_of, state_of
 
 pytestmark = [
@@ -129,8 +131,10 @@ def test_a_round_is_the_papers(objective, federated_trainer):
     assert float((state_of(module)[WEIGHT] - before[WEIGHT]).abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("optimizer", [plain_sgd, models.adam])
+@pytest.mark.parametrize(
+    ("optimizer", "bias"),
+    [(plain_sgd, False), (plain_sgd, True), (models.adam, False), slow((models.adam, True))],
+)
 def test_all_classes_are_the_full_softmax(optimizer, bias, federated_trainer):
     """Bit for bit: `fedss` with all classes drawn, `full`, and a federation without a sampled head."""
     states = []
@@ -168,7 +172,7 @@ def test_a_step_may_call_the_heads_loss(federated_trainer):
     for objective in ("fedss", "negonly", "posonly"):
         plain, overriding = models.Module(net(), plain_sgd), Own(net(), plain_sgd)
         for module in (plain, overriding):
-            federated_trainer(max_rounds=2, callbacks=[SampledSoftmax(5, objective)]).fit(module, clients())
+            federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5, objective)]).fit(module, clients())
         assert_same(state_of(overriding), state_of(plain))
 
 
@@ -258,7 +262,7 @@ def test_training_does_not_notice_the_search_for_labels(federated_trainer):
     for classes in (None, known, {client: known(client) for client in data}):
         torch.manual_seed(0)
         module = models.Module(nn.Sequential(nn.Dropout(0.3), *net()), plain_sgd)
-        federated_trainer(max_rounds=3, callbacks=[SampledSoftmax(5, classes=classes)]).fit(module, data)
+        federated_trainer(max_rounds=2, callbacks=[SampledSoftmax(5, classes=classes)]).fit(module, data)
         states.append(state_of(module))
     assert_same(states[1], states[0])
     assert_same(states[2], states[0])
@@ -454,7 +458,7 @@ def test_rules_that_need_whole_entries(federated_trainer):
 
 def test_resuming_inside_a_round(federated_trainer, tmp_path):
     data = clients()
-    options = {"max_rounds": 3, "enable_checkpointing": True}
+    options = {"max_rounds": 2, "enable_checkpointing": True}
     whole = models.Module(net(), models.adam)
     federated_trainer(callbacks=[SampledSoftmax(5)], **options).fit(whole, data)
     saving = StepCheckpoint(tmp_path, 1)
@@ -564,8 +568,10 @@ class LossOfHead(models.Module):
         return self.net[1].loss(self.net[0](batch[0]), batch[2])
 
 
-@pytest.mark.parametrize("kind", [ThirdTensor, LossOfHead])
-@pytest.mark.parametrize("margin", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("kind", "margin"),
+    quick(itertools.product([ThirdTensor, LossOfHead], [0.0, 0.3]), [(ThirdTensor, 0.0), (LossOfHead, 0.3)]),
+)
 def test_labels_are_those_in_the_loss(kind, margin, federated_trainer):
     """The second tensor is a copy of the labels in the first batches, and other numbers later."""
 

@@ -80,7 +80,7 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("name", quick(TABLE, ["plain", "accumulation", "scheduler", "workers"]))
+@pytest.mark.parametrize("name", quick(TABLE, ["plain", "accumulation", "scheduler"]))
 def test_a_visit_is_a_plain_fit(name, federated_trainer, plain_trainer):
     make, options, trainer_options, loading = TABLE[name]
     clients = {

@@ -270,7 +270,7 @@ def test_options_that_cannot_be(options, message):
 def test_a_fit_against_a_plain_loop(num_centers, pattern, init, federated_trainer):
     clients = models.vectors({"ann": 33, "bob": 20, "cid": 40, "dan": 7, "eve": 16})
     history = fesem_reference(
-        models.mlp(), clients, cross_entropy, models.momentum, num_centers, rounds=4, cohort_size=3, seed=4, epochs=2,
+        models.mlp(), clients, cross_entropy, models.momentum, num_centers, rounds=3, cohort_size=3, seed=4, epochs=2,
         pattern=pattern.removeprefix("net."), init=init,
     )  # fmt: skip
     rule, recorder, seen = FeSEM(num_centers, assign_on=pattern, init=init), Recorder(), []
@@ -281,7 +281,7 @@ def test_a_fit_against_a_plain_loop(num_centers, pattern, init, federated_traine
             seen.append((copy.deepcopy(rule.centers), dict(rule.assignments)))
 
     trainer = federated_trainer(
-        max_rounds=4, clients_per_round=3, local_epochs=2, method=rule, seed=4, callbacks=[recorder, Look()]
+        max_rounds=3, clients_per_round=3, local_epochs=2, method=rule, seed=4, callbacks=[recorder, Look()]
     )
     trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(clients))
     for (state, centers, assigned), aggregate, (ours, indices) in zip(history, recorder.aggregates, seen, strict=True):
@@ -291,7 +291,7 @@ def test_a_fit_against_a_plain_loop(num_centers, pattern, init, federated_traine
             assert_same({f"net.{name}": value for name, value in expected.items()}, center)
 
 
-@pytest.mark.parametrize("batch_norm", quick(["average", "recalibrate", "personal"], ["recalibrate", "personal"]))
+@pytest.mark.parametrize("batch_norm", quick(["average", "recalibrate", "personal"], ["recalibrate"]))
 def test_one_centre_is_fedavg_in_a_fit(batch_norm, federated_trainer):
     """Messages are equal too, also with recalibration after the round."""
     clients, runs = models.images({"ann": 12, "bob": 9, "cid": 15, "dan": 7}), []
