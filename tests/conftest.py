@@ -228,6 +228,16 @@ def one_search_for_gpus():
 
 
 @pytest.fixture(autouse=True, scope="session")
+def short_wait_for_persistent_workers():
+    """Garbage collection waits five seconds for the worker processes in a reference cycle, then ends the processes."""
+    from torch.utils.data import _utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def torch_logs_reach_the_root():
     """For each test, pytest adds six handlers to each logger without propagation: torch has about 60."""
     import torch  # noqa: F401 - creates the loggers
