@@ -712,7 +712,7 @@ def test_a_fault_of_the_data_set_does_not_look_like_bad_clients(kind, caplog):
     assert [message.split(" raised")[0] for message in errors] == [
         f"Round {round + 1} failed: the data of all 3 clients" for round in range(ROUNDS)
     ]
-    assert all("for 3 clients OSError: " in message for message in errors)
+    assert all("(for 3 clients) is OSError: " in message for message in errors)
 
 
 def test_one_good_client_is_not_all(caplog):

@@ -271,7 +271,7 @@ def build_batch_loop(fit: FederatedFit) -> BatchLoop | None:
             "Lightning's loop trains the clients, with the same result."
         )
     if trainer.is_global_zero:
-        _log.info("Visits are not fused, because %s.", obstacle)
+        _log.info("Clients train in Lightning's loop, not in the faster loop (visits='fused'), because %s.", obstacle)
     return None
 
 

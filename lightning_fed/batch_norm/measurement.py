@@ -370,7 +370,7 @@ def adapt(module: ModuleType, batches: Iterable[Any], inputs: BatchKey = None) -
     if not batch_norm_layers(module):
         raise OptionError(
             f"Expected a module with BatchNorm layers that have running statistics, but {type(module).__name__} has "
-            "none: use the module unchanged."
+            "none, so nothing can be adapted: use the original module."
         )
     adapted = copy.deepcopy(module).eval()
     run: Callable[[Any], object] | None = None

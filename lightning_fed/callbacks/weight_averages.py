@@ -164,9 +164,9 @@ class WeightAverages(FederatedCallback):
         if not self.has_steps:
             if self._methods[0].original(step_idx=step_idx):
                 raise MisconfigurationException(
-                    f"Expected {self._name}.should_update to be true before step {len(_TRIED_STEPS[0])} or at no step, "
-                    f"but step {step_idx} is the first, which the federation does not try before the first round: "
-                    f"start averaging earlier, or {_AFTER_ROUNDS}."
+                    f"{self._name}.should_update is true for step {step_idx}, but false for all steps tried before the "
+                    f"first round (such as the first {len(_TRIED_STEPS[0])} steps): start averaging in these steps, "
+                    f"or {_AFTER_ROUNDS}."
                 )
             return False
         steps = self._base + trainer.global_step - self._first_step

@@ -242,7 +242,9 @@ class FolderStore(ClientStore):
             )
         self._run = state.get("run")
         if self._run is not None and (type(self._run) is not int or self._run < 0):
-            raise ValueError(f"Expected the store's `run` in the checkpoint to be a number, but got {self._run!r}.")
+            raise ValueError(
+                f"Expected `run` to be an integer >= 0, but the checkpoint has {self._run!r}: use another checkpoint."
+            )
         if self._run is not None and self._oldest.exists() and round < int(self._oldest.read_text()):
             raise ValueError(
                 f"The folder {str(self.folder)!r} no longer contains the client state after {round} rounds, only "

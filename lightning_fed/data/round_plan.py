@@ -55,8 +55,8 @@ class PlannedRound:
             reason, count = Counter(self.reasons).most_common(1)[0]
             assert self.round is not None
             _log.error(
-                "Round %s failed: the data of all %d clients raised an exception, for %d clients %s. The data set is "
-                "probably at fault.",
+                "Round %s failed: the data of all %d clients raised exceptions. The most frequent exception (for %d "
+                "clients) is %s. The data set is probably at fault.",
                 round_number(self.round),
                 self.num_clients,
                 count,

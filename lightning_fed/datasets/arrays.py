@@ -62,7 +62,7 @@ class ArrayDataset(BatchedDataset):
         self._mean = _per_channel("mean", mean, inputs)
         self._std = _per_channel("std", std, inputs)
         if self._std is not None and bool((self._std == 0).any()):
-            raise ValueError("Expected `std` to have no zero, but got one.")
+            raise ValueError("Expected `std` without zeros, but a value is 0: for a constant channel, use 1.")
 
     def __len__(self) -> int:
         return len(self.inputs)

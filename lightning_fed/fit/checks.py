@@ -218,8 +218,8 @@ def _check_saver(saver: ModelCheckpoint) -> None:
             f"Expected `ModelCheckpoint` with {fault} to save only after rounds. Inside a round, this value belongs to "
             "the current batch, but the saved model belongs to the last complete round. Set `every_n_epochs=1`. To "
             "save inside rounds, use `ModelCheckpoint(every_n_train_steps=100, save_last=True, save_top_k=0)`. To save "
-            "after an exception, use `OnExceptionCheckpoint` instead of `save_on_exception`. This error does not occur "
-            "with a single client, averaging and optimizer_state='keep'."
+            "after an exception, use `OnExceptionCheckpoint` instead of `save_on_exception`. Only fits that combine a "
+            "single client, averaging and optimizer_state='keep' are exempt."
         )
 
 
@@ -300,9 +300,9 @@ def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
     new = ", ".join(now.values()) or "none"
     if then is None or list(then.items()) != list(now.items()):
         raise ValueError(
-            f"Expected the update steps of the checkpoint, {old}, but got {new}. With other steps, bounds, noise and "
-            "epsilon would not hold for the whole fit. Resume with the same steps, or start a new fit from the "
-            f"model's weights (the new epsilon does not include the old rounds): {_LOAD_WEIGHTS}."
+            f"Expected the update steps of the checkpoint, {old}, but got {new}. Changed steps would make the fit's "
+            "bounds, noise and epsilon invalid. Resume with the same steps, or start a new fit from the model's "
+            f"weights (the new epsilon does not include the old rounds): {_LOAD_WEIGHTS}."
         )
 
 

@@ -158,8 +158,8 @@ def _stages_from_patterns(
         readers = {stage_of[name] for name, _ in group.entries if name in stage_of}
         if len(makers) > 1 or min(readers) < min(makers):
             raise OptionError(
-                f"Expected all layers that compute the neurons of {group.name!r} in one stage, and layers that read "
-                f"these neurons in this or a later stage, but got stages {sorted(readers | makers)}: change `stages`."
+                f"Expected one stage for the layers that compute the neurons of {group.name!r}, and no earlier stage "
+                f"for layers that use these neurons, but got stages {sorted(readers | makers)}: change `stages`."
             )
         group_of[group.name] = makers.pop()
     stages = [

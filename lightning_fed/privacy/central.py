@@ -177,7 +177,8 @@ class CentralDP(UpdateStep):
         """Sets the budget and the secret noise key before a fit. Refuses another budget in a resumed fit."""
         if self.budget is not None and self.budget != budget:
             raise OptionError(
-                f"Expected the earlier privacy budget, {self.budget}, but got {budget}: keep all options and clients."
+                f"Expected the privacy budget of the checkpoint or earlier fit, {self.budget}, but got {budget}: keep "
+                "the options of `CentralDP`, the clients and `clients_per_round`."
             )
         self.budget, self.key = budget, key
         self.step_noise  # noqa: B018 - raises

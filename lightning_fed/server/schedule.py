@@ -204,7 +204,7 @@ class Schedule:
         for client in always:
             if client not in chosen:
                 if client not in clients:
-                    raise OptionError(f"Expected the rule's trusted client {client!r}, but no client has this name.")
+                    raise OptionError(f"Expected `trusted` or a rule's `always` to name a client, but got {client!r}.")
                 visits.append(self.visit_of(round, client))
         return Cohort(tuple(visits), tuple(dropped))
 

@@ -232,8 +232,8 @@ def score_site(
             return areas | _identity(kept, patient)
     if key is None and not known:
         raise MisconfigurationException(
-            f"Expected the metric {metric!r} to have a value for a batch with one case, or to be computed by one"
-            " `torchmetrics` object, but found neither: log the `torchmetrics` object itself, or choose another metric."
+            f"The metric {metric!r} has no value for single cases (batches of size 1), and is not the value of one"
+            " `torchmetrics` object either: log the `torchmetrics` object itself, or choose another metric."
         )
     answer = _identity(kept, patient)
     if known and (key is None or is_mean):

@@ -169,12 +169,20 @@ class SiteStudy(AskableCallback):
             updates = list(federation.ask(module, self, clients, asked).updates.values())
             clients = [member for update in updates for member in update.clients]
             if len(clients) < FEWEST:
-                _log.warning("The study has no sum over sites: %d sites answered, fewer than %d.", len(clients), FEWEST)
+                _log.warning(
+                    "The study has no secure sum of the sites' gains (score minus the local model's score): %d sites "
+                    "answered, but at least %d are needed.",
+                    len(clients),
+                    FEWEST,
+                )
                 return {}
             numbers = np.sum([to_numbers(next(iter(update.extras.values()))) for update in updates], axis=0)
             total = decode(to_words(numbers))
             if len(total) != width * len(methods) or min(total[::width]) <= 0:
-                _log.warning("The study excludes the sum over sites, because a site has sent wrong numbers.")
+                _log.warning(
+                    "The study ignores the secure sum of the sites' gains (score minus the local model's score), "
+                    "because a site sent invalid numbers."
+                )
                 return {}
             found = np.reshape(np.asarray(total), (-1, width))
             tau_squared = tau_squared_of_sums(found[:, :4], len(clients)).tolist()
@@ -289,8 +297,9 @@ def _check_sum(content: dict[str, Any], question: Mapping[str, Any]) -> None:
         used = content.setdefault("tau_squared", {}).setdefault(name, {})
         if used | tau_squared != tau_squared | used or not all(value >= 0 for value in tau_squared.values()):
             raise ClientFault(
-                "the client has already sent a sum computed with another variance between sites, and a second sum could"
-                " reveal the site's gain: repeat the fits with another seed"
+                "the server's request has an invalid variance between sites, or another variance between sites than an"
+                " earlier request. From sums for several variances, the server could compute this site's gain (score"
+                " minus the local model's score): repeat the fits with another seed"
             )
         used |= tau_squared
 

@@ -547,7 +547,8 @@ def test_obstacles_are_named(obstacle, fit, caplog):
         with caplog.at_level(logging.INFO, "lightning_fed"):
             left[visits] = outcome(*fit(row, visits))
         lines[visits] = [record.message for record in caplog.records if "fused" in record.message]
-    assert lines == {"auto": [f"Visits are not fused, because {obstacle}."], "lightning": []}
+    line = f"Clients train in Lightning's loop, not in the faster loop (visits='fused'), because {obstacle}."
+    assert lines == {"auto": [line], "lightning": []}
     assert left["auto"] == left["lightning"]
 
 

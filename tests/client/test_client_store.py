@@ -652,5 +652,5 @@ def test_without_checkpoints_the_folder_does_not_grow(tmp_path):
 
 @pytest.mark.parametrize("run", ["../../..", -1, True, "0"])
 def test_a_checkpoint_names_no_path(run, tmp_path):
-    with pytest.raises(ValueError, match="Expected the store's `run` in the checkpoint"):
+    with pytest.raises(ValueError, match="Expected `run` to be an integer >= 0, but the checkpoint has"):
         FolderStore(tmp_path).restore(1, {"run": run})

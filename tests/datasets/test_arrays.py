@@ -161,7 +161,7 @@ def test_it_is_a_sequence_and_travels_to_workers():
         ({"targets": classes()[:5]}, "one target for each of the 12 inputs, but got 5"),
         ({"groups": np.zeros(5)}, r"`groups` to have shape \(12,\), but got \(5,\)"),
         ({"mean": [0.1, 0.2]}, "`mean` to be one number or 3, one per channel, but got 2"),
-        ({"std": [0.1, 0.0, 0.2]}, "`std` to have no zero"),
+        ({"std": [0.1, 0.0, 0.2]}, "Expected `std` without zeros"),
         ({"inputs": images(12, 5).long(), "mean": 0.5}, "no `mean` for inputs of type torch.int64"),
     ],
 )

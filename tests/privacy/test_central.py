@@ -264,7 +264,7 @@ def test_done_again_a_round_has_the_same_noise_and_costs_once():
     assert_same(first, second)
     assert (chain.steps[0].rounds, again.steps[0].rounds) == (2, 2)
     assert chain.metrics({}) == again.metrics({})
-    with pytest.raises(ValueError, match="Expected the earlier privacy budget"):
+    with pytest.raises(ValueError, match="Expected the privacy budget of the checkpoint or earlier fit"):
         again.steps[0].begin(Budget(0.1, 1e-3, 100, 10), KEY)
 
 

@@ -338,5 +338,5 @@ def test_clients_that_always_take_part():
         assert "c7" not in cohort.dropped
         joined += trusted in plain.visits
     assert 0 < joined < 30
-    with pytest.raises(ValueError, match="Expected the rule's trusted client 'zoe', but no client has this name"):
+    with pytest.raises(ValueError, match="Expected `trusted` or a rule's `always` to name a client, but got 'zoe'"):
         schedule.cohort(0, clients, always=("zoe",))

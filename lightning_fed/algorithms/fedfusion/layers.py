@@ -174,7 +174,7 @@ class FusionLayer(nn.Module):
             if reference is None:
                 raise RuntimeError(
                     f"Expected {self.layer} to be computed once per {type(self.network).__name__} call, but the layer"
-                    " ran twice or without a call: name another layer in `at`, or the called module as `network`."
+                    " ran twice in a call or outside one: set `at` to another layer, or `network` to the called module."
                 )
         else:
             reference = {name: local[name].detach() for name in self.operators}

@@ -148,8 +148,8 @@ def plain_state(state: Mapping[str, Tensor]) -> State:
     convolutions = [name for name in inside if state[name].ndim > 1]
     if convolutions:
         raise ValueError(
-            f"Expected a state without 'conv' fusion, but {convolutions[0]!r} is a convolution, which the model needs:"
-            " load the state into a model with fusion, and `unwrap` the model."
+            f"Expected a state without 'conv' fusion, but got the convolution {convolutions[0]!r}, without which the"
+            " model's outputs change: load the state into a model with fusion, and use `unwrap(model).state_dict()`."
         )
     return {name: value for name, value in state.items() if name not in inside}
 

@@ -34,7 +34,7 @@ def check_options(federation: Federation, local: LocalModel, module: L.Lightning
         )
     if local.sliced:
         raise MisconfigurationException(
-            f"Expected whole entries for FedMA, but clients hold only some rows of {list(local.sliced)}."
+            f"FedMA needs all rows of {list(local.sliced)}, but clients hold only some rows: remove `SampledSoftmax`."
         )
     if not local.shared:
         raise MisconfigurationException("Expected shared entries, but got none: all entries are personal or frozen.")

@@ -100,7 +100,7 @@ class Processes:
             self._running.append(process)
             self._pipes.append(here)
         Finalize(self, _kill, args=(self._running,), exitpriority=1)  # before Python waits for the processes
-        _log.info("A visit trains in %d processes.", self._size)
+        _log.info("Each client's local training runs in %d processes on this machine, one per device.", self._size)
 
     def _collect(self, judge: Callable[[Sequence[str]], None]) -> Any:
         answers: dict[Connection, Any] = {}

@@ -146,8 +146,9 @@ def replay_round(
     # With a secure sum no single update is stored, and noise would be drawn anew.
     if chain.describe() != content["steps"] or chain.reveals != "update":
         raise OptionError(
-            f"Expected the update steps of the stored run, {content['steps']}, but got {chain.describe()}: use the "
-            "run's recipe. Rounds with a secure sum or noise cannot be repeated."
+            f"Expected the update steps (`steps`) of the stored run, {content['steps']}, but got {chain.describe()}: "
+            "use the run's recipe. If the run itself has a secure sum (`SecureSum`) or noise on the server "
+            "(`CentralDP`), no round can be repeated."
         )
     if federation.method.name == content["method"]:
         chain.load_state_dict(content["chain"])

@@ -111,7 +111,10 @@ class SiteGate:
             for file in folder.iterdir() if folder.is_dir() else ():
                 if file.suffix in (".toml", ".tml") or file.name.startswith(_TRACES) or "policy" in file.name.lower():
                     _log.error(
-                        "%s suggests a policy but %s is missing: restore the policy or move the file.", file, self._path
+                        "%s suggests that the site has a policy, but the policy file %s is missing: restore the policy."
+                        " If the site needs no policy, move the first file to another folder, and restart.",
+                        file,
+                        self._path,
                     )
                     return True
         return False

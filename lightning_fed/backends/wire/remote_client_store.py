@@ -61,7 +61,7 @@ class RemoteClientStore(ClientStore):
         self.run = state.get("run") or uuid.uuid4().hex
         if not isinstance(self.run, str) or not re.fullmatch("[0-9a-f]{1,64}", self.run):  # used as a folder name
             raise ValueError(
-                f"Expected 1 to 64 digits (0-9, a-f) as `run` in the checkpoint, but got {self.run!r}: use another one."
+                f"Expected `run` as 1-64 digits (0-9a-f), but the checkpoint has {self.run!r}: use another checkpoint."
             )
         self._rounds = dict(zip(state.get("clients", ()), state.get("rounds", ()), strict=True))
         self._round, self._of_round = -1, {}

@@ -151,7 +151,7 @@ class ClientSum:
         survivors = [peer for peer, is_there in zip(request.peers, request.survivors, strict=True) if is_there]
         if list(shares) != list(request.peers):
             raise SumError(
-                "the server requests shares (parts of secrets) for a list of clients unlike the masked sum's list"
+                "the server requests shares (parts of secrets) for another list of clients than for the masked sum"
             )
         if self._client not in survivors:
             raise SumError("the client is not one of the clients in the sum to unmask")

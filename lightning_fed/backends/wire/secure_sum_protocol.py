@@ -229,8 +229,8 @@ def _restore(
     if len(opened) < least:
         raise SumError(
             f"{len(held) - len(opened)} of {len(held)} clients cannot decrypt the shares from client {dealer!r}, so "
-            f"fewer than the {least} shares (parts of secrets) for the client's {secret_name} are left. Either the "
-            "shares are wrong, or the clients that cannot decrypt the shares are at fault",
+            f"fewer than the {least} shares (parts of secrets) needed to restore the client's {secret_name} are left. "
+            "Either the shares are wrong, or the clients that cannot decrypt the shares are at fault",
             dealer,
         )
     for holders in itertools.islice(itertools.combinations(opened, least), _MOST_TRIES):

@@ -112,7 +112,7 @@ class ServerSum:
         self.distrusted.add(client)
         self._server.fail(
             client,
-            f"{words}. Either the shares are wrong, or these clients are at fault. Later sums exclude the client",
+            f"{words}. Either the shares or these reports are wrong. Later sums exclude the sender of the shares",
         )
         return True
 

@@ -113,7 +113,7 @@ def run_server(
     )
     if stage != "fit":
         if not any(isinstance(callback, ClientEvaluation) for callback in callbacks):
-            raise MisconfigurationException("Expected a `ClientEvaluation` callback to evaluate on clients.")
+            raise MisconfigurationException("Evaluation on clients needs `ClientEvaluation()`: add it to `callbacks`.")
         path = last if not ckpt_path and last.exists() else ckpt_path or None
         getattr(trainer, stage)(module, datamodule=HalfData(ClientsBatch()), ckpt_path=path)
         return trainer

@@ -382,7 +382,7 @@ def test_layers_in_the_lightning_module_itself():
     disturb(module.conv2)
     fusion.operators["0"].weight.data.fill_(1)
     assert torch.equal(module(inputs), plain)
-    with pytest.raises(RuntimeError, match="ran twice or without a call"):
+    with pytest.raises(RuntimeError, match="the layer ran twice in a call or outside one"):
         module.conv2(module.conv1(inputs))
 
 
@@ -398,7 +398,7 @@ def test_a_layer_that_is_run_twice_is_refused():
 
     task = Task(Twice())
     fuse(task, "conv", network="model", at="model.features").refer()
-    with pytest.raises(RuntimeError, match="to be computed once per Twice call, but the layer ran twice"):
+    with pytest.raises(RuntimeError, match="to be computed once per Twice call, but the layer ran twice in a call"):
         task(torch.randn(2, 4))
 
 

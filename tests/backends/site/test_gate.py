@@ -354,7 +354,7 @@ def test_a_misspelt_policy_lets_nothing_leave(name, tmp_path, caplog):
     (tmp_path / name).write_text('servers = ["*"]')
     with pytest.raises(PacketError, match=NOT_ANSWERED):
         start(tmp_path).answer("query", HELLO, {})
-    assert f"{name} suggests a policy" in caplog.text
+    assert f"{name} suggests that the site has a policy" in caplog.text
 
 
 def test_without_a_policy_and_traces_everything_leaves(tmp_path):

@@ -380,8 +380,8 @@ def test_shares_that_are_not_opened(peers, words, tmp_path):
     [
         ({"survivors": (False, True, True, True, True)}, "the client is not one of the clients in the sum"),
         ({"survivors": (True, True, True, False, False)}, "the sum has 3 clients, but requires at least 4"),
-        ({"peers": tuple("abced")}, "for a list of clients unlike the masked sum's list"),
-        ({"peers": tuple("abcdf")}, "for a list of clients unlike the masked sum's list"),
+        ({"peers": tuple("abced")}, "for another list of clients than for the masked sum"),
+        ({"peers": tuple("abcdf")}, "for another list of clients than for the masked sum"),
     ],
 )
 def test_what_does_not_unmask(changes, words, tmp_path):
