@@ -227,7 +227,7 @@ TABLE = {
     ),
 }
 DOORS = ({"fedavg": "trainer", "fairavg": "callback"}, {"fedavg": "callback", "fairavg": "trainer"})  # alternating
-# One row for each kind of check; other files compare the other rows' options with plain loops or Lightning's loop.
+# One row per check; other files compare the other rows' options with plain loops or Lightning's loop.
 CHOSEN = (
     "dropout, adam, steps, three of five", "batch norm recalibrated", "batch norm frozen", "personal by type",
     "tied, frozen bias", "stragglers dropped", "clients that never report", "bf16 throughout",
