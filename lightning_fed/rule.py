@@ -24,7 +24,7 @@ class RoundInfo:
         round: Round index, from 0.
         clients: Names for all clients known in this process.
         trainable: Names of the trained tensors; ``None`` if unknown.
-        untrained: Names of parameters without gradient, and of constant buffers.
+        untrained: Names of parameters without gradient.
         sliced: Names of tensors from which clients receive only some rows.
         seed: The federation's seed, from which update steps derive random numbers.
         refused: Reasons why updates in this round are invalid, by client.
