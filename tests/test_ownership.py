@@ -47,7 +47,7 @@ def fit(federated_trainer, method, place):
     return trainer, module
 
 
-@pytest.mark.parametrize("kind", quick(SHARED, ["rule with callbacks"]))
+@pytest.mark.parametrize("kind", quick(SHARED, ["rule with callbacks", "callback of a method", "step of a method"]))
 def test_one_object_in_two_fits(federated_trainer, kind):
     """A second fit with the same object changes nothing in the first fit."""
     states = []

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_fed.privacy import Budget, calibrate
 from lightning_fed.privacy.gradients import find_unsupported
-from tests.breadth import slow
+from tests.breadth import quick, slow
 
 # Cohort, population, rounds, delta: epsilon by noise multiplier, from Rényi divergences and from loss distributions.
 # The latter are at most 2.4 % above `dp-accounting` with steps of 2e-5 (z = 1 in the first row).
@@ -43,8 +43,7 @@ def test_a_cohort_of_a_fixed_size(z, epsilon):
 
 
 @needs_accountant
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+@pytest.mark.parametrize("sampling", quick(["poisson", "fixed"], ["poisson"]))
 def test_rounds_are_composed_as_by_the_library(sampling):
     import dp_accounting as dp
 

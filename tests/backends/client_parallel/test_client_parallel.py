@@ -24,9 +24,9 @@ pytestmark = [
 ]
 
 # One process and two processes return equal results. Other tests compare merged rules, stores and secure sums.
-ALIKE = ["by-batches", "nobody", "faults", "talkative"]
+ALIKE = ["by-batches", "nobody", "faults", "private-examples", "talkative"]
 SLOW = [
-    "personal-in-folder", "own-rule", "private-examples",
+    "personal-in-folder", "own-rule",
     "margins-in-memory", "centers", "skipping", "limits", "matched", "second-door", "control-variates", "own-models",
     "evaluated", "batch-norm-average", "personal-batch-norm-in-folder", "margins-in-folder", "server-momentum",
     "partition", "federated-trainer", "saved-after-validation", "fixed-batch-norm", "personal-in-memory",

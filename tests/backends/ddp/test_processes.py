@@ -56,7 +56,7 @@ def test_the_first_process_answers_and_asks(processes):
 
 def test_processes_stay_until_an_error(processes, monkeypatch):
     """After an error or a kill, no process is left, and new processes answer."""
-    monkeypatch.setattr("lightning_fed.backends.ddp.processes._GRACE", 0.1)
+    monkeypatch.setattr("lightning_fed.backends.ddp.processes._GRACE", 0.3)
     first = processes.run("pid", ignore)
     assert processes.run("pid", ignore) == first
     for order, reason in [

@@ -28,9 +28,9 @@ ALIKE = ("fedadam", "fairavg", "fedatt", "feddyn", "moon", "fedala", "krum", "de
 ALIKE += ("fedavgm", "qffl", "a schedule of rounds", "frozen", "last local prototypes", "fedprox", "kept optimizers")
 ALIKE += ("sleeping", "dropout", "kept heads", "overfitting")
 ALIKE += ("fednova", "two optimizers", "fedfusion", "fixbn", "attacked")
-# Other tests of this folder compare the first five models with one process, the loss of "silobn", and the bytes of
+# Other tests of this folder compare the first three models with one process, the loss of "silobn", and the bytes of
 # "fedss".
-ALIKE += ("fedavg", "secure sum", "fedper", "recalibrate", "a schedule of steps", "silobn", "fedss", "bf16")
+ALIKE += ("fedavg", "secure sum", "fedper", "silobn", "fedss", "bf16")
 SAME_COHORTS = ("ditto", "fesem", "fedmargin", "recalibrate", "a schedule of steps", "bf16")  # of the fast cases
 
 

@@ -97,7 +97,9 @@ def both(trainer, folder, make, stage="train", lost=(), as_if=None):
     return (plain, fitted, here), (masked, server, there), transport, grid
 
 
-@pytest.mark.parametrize("name", quick(METHODS, ["bounded on the clients"]))
+@pytest.mark.parametrize(
+    "name", quick(METHODS, [name for name in ("bounded on the clients", "private") if name in METHODS])
+)
 def test_it_is_the_sum_of_one_process(name, federated_trainer, tmp_path):
     (plain, fitted, here), (masked, server, there), transport, _ = both(federated_trainer, tmp_path, METHODS[name])
     assert len(here.aggregates) == len(there.aggregates) == 2
