@@ -83,7 +83,7 @@ class Report(NamedTuple):
     """Additional numbers in a client's update, for each :class:`Channel` and model parameter (by name).
 
     ``numbers[channel][parameter]`` is one number. If the channel has ``bounds``, ``octaves[channel, parameter]`` has
-    the binary exponent, or for ``"work"`` two exponents: after division by each value in :attr:`ChannelRule.work`.
+    the number's binary exponent, or with ``"work"`` the exponents of two quotients (:attr:`ChannelRule.octaves`).
     """
 
     num_samples: int
@@ -93,11 +93,11 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Running sums over one group of clients, with similar additional numbers (see :class:`Channel`).
+    """Sums over the updates from a group of clients with similar additional numbers (see :class:`Channel`).
 
-    The server can judge numbers only after the round's last update, and then omits all sums of a group with implausible
-    numbers. ``running`` is the mean model, and ``means`` has the mean tensors of each channel. Subclasses of the rule
-    can add ``sums``.
+    The server can judge numbers only after the round's last update, and cannot remove one client from a sum. Clients
+    with equal :attr:`Report.octaves` therefore share a ``Part``, and the server omits implausible parts. ``running`` is
+    the mean model. ``means`` has the mean tensors by channel. Subclasses of :class:`ChannelRule` can add ``sums``.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)
@@ -116,14 +116,14 @@ class Part:
 
 @dataclass
 class ChannelVisit:
-    """One client's local training in a round, with the additional tensors of each channel.
+    """One client's local training in a round, with a method's additional values (see :class:`Channel`).
 
     Attributes:
         parameters: Parameters shared with the server.
         start: The received model.
-        down: Tensors from the server, by channel and parameter name.
-        memory: Tensors kept on the client between rounds.
-        up: Tensors for the server.
+        down: Additional tensors from the server, by name in :attr:`ChannelRule.channels` and parameter name.
+        memory: Tensors kept on the client between rounds, by the same names.
+        up: Values for the server, by the same names.
         records: Last result of :meth:`ChannelRule.follow_step`, by parameter name.
         row: The client's index, if several clients train together on stacked tensors.
         steps: Number of optimizer steps.
@@ -149,9 +149,9 @@ class ChannelRule(AveragingAggregator):
     :meth:`end_visit` after local training. The server calls :meth:`finish` after the round's last update.
 
     Attributes:
-        octaves: Limit for numbers that grow with the amount of training (``bounds="work"``). The server divides each
-            number by both values in ``work``, and compares both results with the round's medians. A client is excluded
-            if both are too large, or both too small, by more than a factor of about ``2 ** octaves``.
+        octaves: Limit for channels with ``bounds="work"``, such as step counts. The server divides a client's number by
+            each of the two values in ``work``, and finds each quotient's median over clients. A client is excluded if
+            both quotients are larger than about ``2 ** octaves`` times the median, or both smaller by this factor.
         work: Two values per client: epochs, and epochs times examples. With ``local_steps``, both are numbers of steps.
 
     Example:
@@ -258,7 +258,7 @@ class ChannelRule(AveragingAggregator):
             self.parts.setdefault(key, Part()).merge(part)
 
     def join(self) -> Part:
-        """Merges the running sums over all clients.
+        """Combines the sums from all updates in the round into one :class:`Part`.
 
         Raises ``BadUpdates`` if clients sent implausible numbers. The next call excludes these clients.
         """
@@ -279,7 +279,7 @@ class ChannelRule(AveragingAggregator):
     def finish(self, state: State, part: Part) -> State:
         """Returns the new global model, by default ``state``, the mean of the client models.
 
-        Overrides may change ``state`` in place. ``part`` has the round's sums, such as the means of additional tensors.
+        Overrides may modify ``state``. ``part.means[name].mean()`` returns the mean tensors for a name in ``channels``.
         """
         return state
 

@@ -40,21 +40,20 @@ class FedNova(ChannelRule):
     Here :math:`x` is the global model, :math:`y_i` a client's trained model, and :math:`p_i` the client's share of all
     examples. The length :math:`\ell_i` measures the client's local training. For plain SGD, the length is the sum of
     the learning rates over all steps. With momentum or a proximal term, the client simulates these steps with
-    gradient 1. Each simulated step k updates the momentum buffer :math:`b_k` and the distance :math:`d_k` from the
-    start, both initially 0:
+    gradient 1. Step k updates the momentum buffer :math:`b_k` and the distance :math:`d_k` from the start, initially 0:
 
     .. math:: b_k = \rho b_{k-1} + (1 - \mu d_{k-1}), \qquad d_k = d_{k-1} + \eta_k b_k, \qquad \ell_i = d_K
 
     Here :math:`\rho` is the momentum, :math:`\mu` the strength of the proximal term, :math:`\eta_k` the learning rate,
-    and :math:`K` the number of steps. Nesterov momentum and dampening change the recursion as in SGD. At a constant
-    rate :math:`\eta`, the length is :math:`\eta` times the paper's :math:`\lVert a_i \rVert_1`. Reference: Wang et al.
-    2020, equations 8 to 10.
+    and :math:`K` the number of steps. Nesterov momentum and dampening work as in SGD. At a constant rate, the length is
+    :math:`\eta` times the paper's :math:`\lVert a_i \rVert_1`. Reference: Wang et al. 2020, equations 8 to 10.
 
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
-    paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``. The server excludes clients with
-    implausible lengths. With ``local_steps`` and no stragglers, the length per planned step may differ from the
-    round's median by a factor of at most about 8. Otherwise the factor is about 64, or larger with momentum or per-step
-    schedulers. With epochs, a client is excluded only if the lengths per epoch and per example both exceed the factor.
+    paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
+
+    The server excludes lengths far from the round's median. With ``local_steps``, the length per planned step may
+    differ by a factor of about 8, or 64 with stragglers. With epochs, a client is excluded if lengths per epoch and per
+    example both differ by more than a factor of about 64. Momentum and per-step schedulers raise the limit of 64.
 
     - Sends: 1 model down, 1 up (and one number per parameter).
     - Keeps: nothing.
@@ -117,8 +116,8 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Adds one step to a client's length, see :class:`FedNova`. Returns the buffer b_k and distances d_1 to d_k."""
-        momentum, lengths = record or (0.0, list[float]())
+        """Simulates an SGD step with gradient 1. Returns momentum buffer and distances from the start, by step."""
+        momentum, lengths = record or (0.0, list[float]())  # b_k, and d_1 to d_k, in the equations of `FedNova`
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length
         if group["momentum"]:
@@ -131,7 +130,7 @@ class FedNova(ChannelRule):
         return momentum, lengths
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Sends the client's length, see :class:`FedNova`, for each parameter; 0 without optimizer steps."""
+        """Sends a length per parameter: the sum of learning rates, adjusted as in :class:`FedNova`; 0 without steps."""
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad or name in visit.records:
                 _, lengths = visit.records.get(name, (0.0, [0.0] * max(1, visit.steps)))
@@ -160,7 +159,7 @@ class FedNova(ChannelRule):
 
 
 class _NormalisedSum:
-    """Weighted sum of one parameter's updates, each divided by the total length of the client's steps."""
+    """Weighted sum of one parameter's updates, divided by each client's summed learning rates (FedNova's length)."""
 
     def __init__(self) -> None:
         self.first = 0.0  # a_1: for equal lengths all factors are 1, as in FedAvg

@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 class DataStatistics(UnseenStatistics):
     """Makes BatchNorm layers normalise with statistics of the whole evaluation data.
 
-    ``report`` contains these statistics, from :meth:`InputStatistics.as_extras`. Before the measurement, layers use the
-    statistics of each batch.
+    ``report`` has these statistics in the format of :meth:`InputStatistics.as_extras`, set by
+    :meth:`UnseenData.measure`. While ``report`` is empty, layers use the statistics of each batch.
     """
 
     def __init__(self, module: nn.Module, layers: Iterable[str] | None = None) -> None:
@@ -93,7 +93,7 @@ class UnseenData(RevertingCallback, FederatedCallback):
 
     @torch.inference_mode(False)
     def measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-        """Measures BatchNorm statistics on unlabelled batches, if the option ``unseen`` is ``"data"``."""
+        """Measures BatchNorm statistics for ``LocalStatistics(unseen="data")``: runs method ``step`` on ``batches``."""
         adapter = self._adapter
         if adapter is None or not adapter.is_active or self._find_fit().batch_norm.unseen != "data":
             return

@@ -72,8 +72,8 @@ class _Labels:
 class _Origin:
     """Describes how a tensor was computed in a training step.
 
-    The tensor depends on batch tensors with indices ``leaves``, and losses with indices ``losses``. If the tensor is
-    p * y or p - y for probabilities p and labels y, ``product`` is the index of the loss, such as Dice, with the sum.
+    The tensor depends on batch tensors with indices ``leaves``, and losses with indices ``losses``. ``product`` is set
+    for p * y and p - y, with probabilities p and labels y: the index of the loss after a sum, such as a Dice loss.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -160,7 +160,7 @@ class ClassLosses:
             self._put(output, origin)
 
     def find_losses(self, loss: Any) -> list[ClassLoss]:
-        """Returns the classification losses in ``loss``. Skips losses fed into a later layer."""
+        """Returns the classification losses used to compute ``loss``, except losses used as a later layer's input."""
         places = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
         return [self._losses[place] for place in sorted(places)]
 

@@ -177,7 +177,7 @@ class CommunicationReport(FederatedCallback):
         return [row for traffic in self._visits.values() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
-        """Mean traffic per client and round: an entry for each part, then the total. Empty before training."""
+        """Mean traffic per client and round, by submodule and for other data, then in total. Empty before training."""
         if not self._visits:
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])

@@ -83,7 +83,7 @@ class Order(ABC):
 
     @abstractmethod
     def arrivals(self, round: int, schedule: Schedule, population: Population) -> Sequence[Arrival]:
-        """Returns the arrivals in a round, in order."""
+        """Lists a round's client updates in order of arrival. Empty if the order is unknown in advance."""
 
     @abstractmethod
     def versions(self, round: int) -> Collection[int]:

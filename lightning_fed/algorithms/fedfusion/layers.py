@@ -118,7 +118,7 @@ class FusionLayer(nn.Module):
         return {name: operator.summary() for name, operator in operators if isinstance(operator, FusionOperator)}
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Enables fusion with a frozen copy of ``source``, by default the trained network."""
+        """Enables fusion with a frozen copy of ``source``, by default of ``network`` with the current weights."""
         if self.operator != "none":
             self.frozen.refer(self.network if source is None else source)
             self._is_referring, self._reference = True, None
@@ -304,7 +304,7 @@ class FusedExtractor(nn.Module):
         return self.local(*args, **kwargs)
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Copies ``source``, by default the trained extractor, to the frozen extractor."""
+        """Copies ``source``, by default ``local`` with the current weights, to the frozen extractor."""
         self.feature_fusion.refer(source)
 
     def release(self) -> None:

@@ -151,7 +151,7 @@ class FedMA(Aggregator):
         """Describes the clients' network to this rule, before a fit's first round.
 
         Each of the ``stages`` is a set of layers matched in one round. ``entries`` has the shapes and dtypes of shared
-        tensors. If a fit resumes after k stages of a pass, other layers in these stages raise ``OptionError``.
+        tensors. If a checkpoint has k matched stages, changed layers in the first k stages raise ``OptionError``.
         """
         current = self._open_pass
         if current is not None:

@@ -254,7 +254,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         self._unfreeze()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Asks clients for BatchNorm statistics in the layers matched in this round, except the last layers."""
+        """Asks clients for BatchNorm statistics in this round's matched layers, except the network's last layers."""
         federation = find_federation(trainer)
         rule = _rule(federation)
         if rule.unfinished is None or federation.options.batch_norm not in ("auto", "recalibrate"):

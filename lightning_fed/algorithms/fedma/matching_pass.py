@@ -1,4 +1,4 @@
-"""Progress of FedMA's matching over several rounds, and additional tensors in messages."""
+"""FedMA's layer-wise matching over several rounds: progress, and conversion to tensors for messages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class MatchingPass:
 
     @property
     def step_before(self) -> Tensor:
-        """Value of :attr:`step` sent in the latest round. Clients store this value with the trained model."""
+        """Value of :attr:`step` at the start of round :attr:`round`, received and stored by this round's clients."""
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:

@@ -1,4 +1,4 @@
-"""FedMargin on the server (our reconstruction): averages client models by prototype margins."""
+"""FedMargin on the server (our reconstruction): weights client models by distances of mean features per class."""
 
 from __future__ import annotations
 

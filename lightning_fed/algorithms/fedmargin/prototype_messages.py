@@ -1,7 +1,7 @@
 """Class prototypes (feature means by class) as extra tensors in a client's update.
 
-A client sends ``prototypes:classes``, ``prototypes:means`` and ``prototypes:counts``, and the margin (LPM) under the
-key :func:`lpm_key`. The server checks all values before use.
+A client sends ``prototypes:classes``, ``prototypes:means`` and ``prototypes:counts``. The local prototype margin (LPM),
+sent as :func:`lpm_key`, compares prototypes before and after training. The server checks all values before use.
 """
 
 from __future__ import annotations

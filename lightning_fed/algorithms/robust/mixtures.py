@@ -39,7 +39,7 @@ class Mixture(CollectingStep):
 
     @abstractmethod
     def mixing(self, gram: Tensor) -> Tensor:
-        """Computes the weights in all sums, shape ``(sums, updates)``, from the updates' inner products ``gram``."""
+        """Returns one row of weights per weighted sum, shape ``(sums, updates)``. ``gram``: updates' inner products."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses aggregation rules with a trusted client or several global models."""

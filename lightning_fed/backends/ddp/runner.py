@@ -142,8 +142,8 @@ class RankRunner(ClientRunner):
     def train(self, packet: Packet, node: Mapping[str, Any], judge: Any) -> tuple[Any, ...]:
         """Trains on this process's share of the client's data.
 
-        Before sending, ``judge`` checks the names of the tensors. Returns the number of steps, the update, the error if
-        training failed, and learning-rate scheduler states.
+        ``node`` is the argument of the user's data function. Before training, ``judge`` raises an error if a policy
+        forbids sending a model tensor. Returns steps, update, error (or ``None``), and scheduler and scaler states.
         """
         self.keep_log()
         population, datamodule = self._data_at(node)

@@ -101,7 +101,7 @@ class Registry:
 
 
 class Connection(socket.socket):
-    """Connection from another machine, with the remote address and network."""
+    """Connection from another machine, with the remote address and IP network (IPv4 address or IPv6 /64 prefix)."""
 
     peer: tuple[Any, ...]  # address and port
     network: bytes  # an IPv4 address, or the first 64 bits of an IPv6 address: a network may have 2^64 addresses

@@ -66,10 +66,10 @@ def start_server(keys: Path, address: str, host: str | None = None, port: int = 
 
 
 def start_node(app: Path, keys: Path, address: str, client: str, config: str = "") -> None:
-    """Runs worker, SuperNode and SuperExec until one of these processes ends.
+    """Runs a client's worker (training process), SuperNode and SuperExec until one of these processes ends.
 
-    The SuperNode listens on the loopback address. A secret in ``node-<client>`` in Flower's folder prevents other users
-    of the machine from answering for the client.
+    The SuperNode listens on the loopback address. The file ``node-<client>/secret`` in the folder ``~/.flwr`` (or
+    ``FLWR_HOME``) prevents other users of the machine from answering for the client.
     """
     split_address(address)
     ca, key = (str((keys / file).resolve()) for file in ("ca.crt", f"{client}.key"))
@@ -159,7 +159,7 @@ def _run_together(
     """Starts one process per command and waits until one process ends.
 
     ``listening`` contains each process's address, or ``None``. The next process starts when this address accepts
-    connections. When all processes run, logs ``ready``. If one process exits, all processes end with ``SystemExit``.
+    connections. When all processes run, logs ``ready``. If one exits, ends the others and raises ``SystemExit``.
     """
     environment = {**flower_environment(), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []

@@ -1,4 +1,4 @@
-"""Writes and verifies a run's certificate, signed text on rounds and file digests. The module does not import torch."""
+"""Writes and verifies certificates: signed texts about a run's rounds and file digests. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulates a deployment with the real server and client programs, and checks models and messages."""
+"""Simulates a deployment. Checks models against a fit in one process, and clients' messages against policies."""
 
 from __future__ import annotations
 

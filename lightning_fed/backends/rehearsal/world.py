@@ -231,8 +231,8 @@ class Machine:
 class World:
     """Simulated clock with a queue of events.
 
-    - ``now``: time of the current event in seconds.
-    - ``offset``: seconds used by the running process since ``now``.
+    - ``now``: simulated time of the current event in seconds.
+    - ``offset``: simulated seconds since ``now``, spent by the machine running in this event.
     - ``scale``: factor for message and file sizes, to simulate a larger model.
     - ``log``: events as (seconds, machine, text).
     """

@@ -144,7 +144,7 @@ def _describe(size: int, gain: float) -> str:
 
 
 def choose_clients(module: nn.Module, cohort: int, device: str) -> tuple[int, float]:
-    """Returns the best number of clients to train simultaneously, up to ``cohort``, and the measured speed-up.
+    """Looks up the best number of clients to train simultaneously, up to ``cohort``, and the speed-up in benchmarks.
 
     Example:
         >>> choose_clients(nn.Linear(784, 10), 30, "cpu"), choose_clients(nn.Linear(784, 10), 2, "cpu")

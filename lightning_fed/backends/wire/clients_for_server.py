@@ -102,7 +102,7 @@ class RemoteClientSide(RemoteSide):
         return Cohort((), cohort.dropped)
 
     def start(self, fit: FederatedFit) -> None:
-        """Hides PyTorch's warning about scheduler steps without optimizer steps. Replaces no optimizer or scheduler."""
+        """Hides PyTorch's warning about scheduler steps without optimizer steps: clients run the optimizer steps."""
         fit.ignore_warning("Detected call of `lr_scheduler.step")  # `optimizer.step` runs on the clients
 
     def _prepare(self, round: Round) -> None:

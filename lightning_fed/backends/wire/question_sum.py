@@ -66,9 +66,10 @@ def ask_sum(
 
 
 def mask_answer(answer: ClientUpdate, train_request: TrainRequest, sum_of: Callable[[str], ClientSum]) -> None:
-    """Masks the tensor in a client's answer in place. ``sum_of(name)`` returns the client's side of a secure sum.
+    """Masks a client's answer to a server callback's question in place, if the question requests a secure sum.
 
-    Raises ``ClientFault`` if the answer also has metrics, or if the server requests an answer without masks.
+    ``sum_of`` returns the object with the client's keys and masks for a sum, by name. Raises ``ClientFault`` if the
+    answer also has metrics, or if the server requests an answer without masks.
     """
     peers = train_request.peers
     if answer.metrics or (answer.extras and peers is None):

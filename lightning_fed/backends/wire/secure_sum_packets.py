@@ -102,7 +102,7 @@ def read_sum_request(packet: Packet) -> SumRequest:
 
 
 def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
-    """Packs a client's answer in a secure sum. ``rows``: the client's keys, or bytes per peer (``REPLY_BYTES``)."""
+    """Packs a client's answer in one step of a secure sum. ``REPLY_BYTES`` describes the ``rows`` in each step."""
     header = {"client": request.client, "stage": request.stage}
     return write_packet("sum", header, rows={"rows": _to_tensor(rows, REPLY_BYTES[request.stage])})
 
@@ -139,6 +139,7 @@ def _to_rows(tensors: Mapping[str, Mapping[str, Any]], count: int, size: int) ->
     value: torch.Tensor = tensors["rows"]["rows"]
     if value.dtype != torch.uint8 or value.shape != torch.Size([count, size]):
         raise PacketError(
-            f"the message's rows are {value.dtype} of shape {list(value.shape)} instead of {[count, size]}"
+            f"the message's tensor 'rows' has dtype {value.dtype} and shape {list(value.shape)} instead of "
+            f"torch.uint8 and {[count, size]}"
         )
     return tuple(row.numpy().tobytes() for row in value)

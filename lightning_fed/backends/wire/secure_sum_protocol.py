@@ -153,7 +153,7 @@ def share_secrets(
 
 
 def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, context: bytes) -> Share:
-    """Decrypts another client's shares of two secrets. A wrong sender, receiver or context raises ``SumError``."""
+    """Decrypts a :class:`Share` with the receiver's private key ``sealing``. Raises ``SumError`` if this fails."""
     cipher = _sealing_cipher(sealing, sender[:KEY], sender[:KEY], receiver[:KEY], context)
     try:
         opened = cipher.decrypt(sealed[:NONCE], sealed[NONCE:], None)

@@ -530,7 +530,7 @@ def test_requests_that_are_none(change):
 def test_more_clients_than_rows():
     said = json.loads(write_sum_request(SHARES).text)
     said["header"]["peers"].append("c")
-    with pytest.raises(PacketError, match="the message's rows are"):
+    with pytest.raises(PacketError, match="the message's tensor 'rows' has dtype"):
         read_sum_request(Packet(json.dumps(said), write_sum_request(SHARES).data))
 
 
@@ -569,7 +569,7 @@ def test_rows_of_another_form():
         {"rows": [["rows", "uint8", [PUBLIC, 3]]]},
         {"rows": [["rows", "uint8", [3 * PUBLIC]]]},
     ):
-        message = "the message must contain exactly one tensor|the message's rows are|the message's entries need"
+        message = "must contain exactly one tensor|the message's tensor 'rows' has dtype|the message's entries need"
         with pytest.raises(PacketError, match=message):
             read_sum_request(Packet(json.dumps({**said, "tensors": table}), packet.data))
     assert read_packet(packet, "sum")
