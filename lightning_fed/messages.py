@@ -152,7 +152,7 @@ class ClientUpdate:
 
 
 def sent_entries(message: Broadcast | ClientUpdate) -> State:
-    """Entries of ``state`` that are sent."""
+    """Entries of the message's ``state`` except ``unsent``, the entries already known to the receiver."""
     return {name: value for name, value in message.state.items() if name not in message.unsent}
 
 

@@ -110,7 +110,7 @@ class FederatedCLI(LightningCLI):
             )  # fmt: skip
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the command line. Ignores model arguments in checkpoints from Python scripts, and uses the recipe."""
+        """Parses the command line. Takes the model from the config file if a Python script saved ``ckpt_path``."""
         super().parse_arguments(parser, args)
         options = self.config.get(self.config.get("subcommand", ""), {})
         path = options.get("ckpt_path")

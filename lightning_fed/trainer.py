@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class FederatedTrainer(L.Trainer):
     """``L.Trainer`` whose epochs are federated rounds.
 
-    Creates a :class:`~lightning_fed.callbacks.Federation`, trains on plain data, and shows rounds in the progress bar.
+    Creates a :class:`~lightning_fed.callbacks.Federation` and a progress bar of rounds. ``fit`` accepts data sets.
 
     Args:
         method: The federated method.

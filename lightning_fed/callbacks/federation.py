@@ -576,10 +576,10 @@ class Federation(TrainerCallback):
         return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
-        """Counts the steps of a per-step learning-rate scheduler in ``rounds`` rounds.
+        """Returns the highest step that a per-step learning-rate scheduler reaches in ``rounds`` rounds.
 
-        A round advances the scheduler by the median number of steps in a client's training. The result is the highest
-        step number in any client's training. ``window`` is the number of batches per step.
+        In a round, the scheduler starts at the same step for each client. The next round starts at the last step of the
+        client with the median number of steps. ``window`` is the number of batches per step.
         """
         self.find_population()
         return count_scheduler_steps(self._fit, rounds, window)

@@ -77,7 +77,7 @@ class ClassTask:
 
 
 class LabelDescription(NamedTuple):
-    """Labels for pictures: position in a batch, ignored label, class names and class colours."""
+    """Settings to draw labels: the labels' position in a batch, the ignored label, class names and class colours."""
 
     target: BatchKey
     void: VoidLabel

@@ -1,1 +1,1 @@
-"""Checks for attributes with values from another client's training."""
+"""Finds module, callback and optimizer attributes with values left by another client's training."""

@@ -121,7 +121,7 @@ class CarriedAttributes:
         self._watch()
 
     def start_visit(self) -> None:
-        """Searches a client's training for values from earlier clients. Clears optimizer states in attributes."""
+        """Prepares to detect attributes with values from earlier clients. Clears states of optimizers in attributes."""
         self._clear_optimizers()
         self._num_visits += 1
         self._is_seen.clear()

@@ -25,7 +25,7 @@ from lightning_fed.console import round_number
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs ``lightning-fed audit`` with arguments ``args``. Exits with status 1 if the log was changed."""
+    """Prints a site's message log and verifies the log's hash chain. Exits with status 1 if the log was changed."""
     options = _parser().parse_args(args)
     shown: deque[Line] = deque(maxlen=options.last)
     number, head, is_there = 0, START, options.head in (None, START)

@@ -24,7 +24,7 @@ _UNUSED = ("trainer", "optimizer", "lr_scheduler")  # recipe entries for other c
 
 
 def merge_checkpoints(options: Namespace, model_args: Sequence[str]) -> None:
-    """Merges checkpoints into one. ``model_args`` are arguments for recipe, model and data."""
+    """Merges checkpoints into one. ``model_args`` give config file, model and data."""
     first = read_checkpoint(options.checkpoints[0])
     config = _build_model("merge", model_args, first, ("model",))
     names = ("mode", "order", "score", "gamma", "passes", "sweeps", "batch_norm", "seed")
@@ -55,7 +55,7 @@ def merge_checkpoints(options: Namespace, model_args: Sequence[str]) -> None:
 
 
 def adapt_checkpoint(options: Namespace, model_args: Sequence[str]) -> None:
-    """Measures BatchNorm statistics on new data. ``model_args`` are arguments for recipe, model and data."""
+    """Saves a checkpoint with BatchNorm statistics of new data. ``model_args`` give config file, model and data."""
     content = read_checkpoint(options.checkpoint)
     config = _build_model("adapt", model_args, content, ("model", "data"))
     adapted = adapt(load_matched(config.model, content), _batches(config.data, options.num_batches))

@@ -121,9 +121,9 @@ class LocalModel:
         }
 
     def load_global(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the global model: the sent values in ``state``, and the unsent values in :attr:`server_entries`.
+        """Loads the global model: shared entries from ``state``, and other entries from :attr:`server_entries`.
 
-        The caller must not change ``state`` afterwards, because sliced entries (tables) are not copied.
+        The caller must not change ``state`` afterwards: a tensor is not copied if clients receive only some rows.
         """
         self.load({**state, **self.server_entries})
         additions, self._additions = self._additions, {}

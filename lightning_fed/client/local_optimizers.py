@@ -84,7 +84,7 @@ class LocalOptimizers:
         self._step_again(snapshot["epoch_schedulers"])
 
     def end_visit(self, position: int = 0) -> State:
-        """Stores the scheduler states of client number ``position``. Returns the client's optimizer state."""
+        """Stores scheduler states in ``finals[position]`` (client index in the round). Returns the optimizer state."""
         if self.has_lasting_state:
             self.finals[position] = self.capture(buffers=False)
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}

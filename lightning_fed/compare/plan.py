@@ -46,7 +46,7 @@ class Plan:
         test: Whether to evaluate the finished models on the test data.
         overrides: Further arguments of ``lightning-fed fit`` for all runs. ``{seed}`` stands for the run's seed.
         minutes: Time limit for the comparison, by default none.
-        sites: Data to score example by example, ``"validation"`` or ``"test"``. By default none.
+        sites: ``"validation"`` or ``"test"``: lists a score of each example in the results, by client. By default none.
         patient: Key of the patient names in a batch, see :class:`~lightning_fed.study.SiteScores`.
 
     Raises:

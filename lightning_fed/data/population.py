@@ -190,7 +190,7 @@ class Population(ABC):
         return False
 
     def gives_all(self, client: Client) -> bool:
-        """True if an isolated :meth:`one_pass` yields every example; false if the dataloader may skip some."""
+        """True if :meth:`one_pass` with ``isolated=True`` yields every example. False if some may be skipped."""
         return True
 
     def close(self) -> None:  # noqa: B027 - optional

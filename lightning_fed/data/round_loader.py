@@ -105,7 +105,7 @@ class RoundLoader:
             yield None
 
     def seed(self, group: Sequence[PlannedVisit]) -> None:
-        """Seeds the global random generators before the first batch of ``group``."""
+        """Seeds the global random generators for clients trained together (``group``), with the first client's seed."""
         seed_everything(group[0].visit.seed)
 
     def open_stream(self) -> Iterator[VisitBatch]:

@@ -147,8 +147,9 @@ def report_clients(
     class_names: Sequence[str] = (),
     ignore_index: int | None = 255,
 ) -> ClientReport:
-    """Summarises the training data of every client, in one pass, including transforms and random augmentation.
+    """Counts the classes in each client's training data, and measures image statistics (:class:`ClientSummary`).
 
+    Transforms and random augmentation are applied. ``distance`` compares class frequencies of a client and all clients.
     Targets are labels ``(N,)``, class masks ``(N, H, W)``, or a binary mask per class, ``(N, classes, H, W)``.
 
     Args:

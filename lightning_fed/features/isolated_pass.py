@@ -178,7 +178,7 @@ def loss_in(output: Any) -> Any:
 
 
 def forward_step(module: L.LightningModule) -> str | None:
-    """Chooses a step to run the model without training: ``"training_step"``, ``"validation_step"`` or ``None``."""
+    """Name of a step for a forward pass: ``training_step``, or with manual optimization ``validation_step``, if any."""
     # With manual optimization, `training_step` would train.
     if module.automatic_optimization:
         return "training_step"

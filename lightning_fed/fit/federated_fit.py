@@ -297,7 +297,7 @@ class FederatedFit:
             )
 
     def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
-        """Decides if each new state dict tensor is shared, personal, frozen or sliced. Returns whether any is new."""
+        """Makes each tensor without a policy shared (all or some rows), personal or frozen. True if any had none."""
         if self.policies.keys() >= live_entries(module).keys():
             return False
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}

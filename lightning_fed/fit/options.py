@@ -18,14 +18,14 @@ from lightning_fed.server.schedule import Availability
 class LocalStatistics:
     """Option ``batch_norm``: clients share the weights, but each client has its own running statistics.
 
-    After the aggregation, each client in the round passes its data once through the new global model. The client stores
-    mean and variance for each BatchNorm layer. Other clients measure before an evaluation. Checkpoints contain 8 bytes
+    After the aggregation, each client in the round passes its data once through the new global model, and stores mean
+    and variance for each BatchNorm layer. Other clients do the same before an evaluation. Checkpoints contain 8 bytes
     per channel and client. With many clients, set the option ``store`` to a folder.
 
     Args:
-        unseen: Statistics for data from outside the fit's clients. ``"batch"``: statistics of each batch. ``"data"``:
-            statistics of the whole loader, measured before the evaluation (AdaBN, Li et al. 2016). ``"pooled"``: pooled
-            over the round's clients. As with ``batch_norm="recalibrate"``, clients download each new model once more.
+        unseen: Statistics for data from outside the fit's clients. ``"batch"``: from each batch. ``"data"``: from the
+            whole loader, before the evaluation (AdaBN, Li et al. 2016). ``"pooled"``: pooled over the round's clients,
+            with an additional download of each new model by these clients, as in ``batch_norm="recalibrate"``.
         measured: Time of the measurement. ``"aggregation"``: after the aggregation, with the new weights. ``"visit"``:
             during local training as in SiloBN, while the weights change, so that the statistics fit no single model.
 
@@ -77,9 +77,9 @@ class Faults:
 
     Args:
         min_clients: Minimum number of valid updates per round. With fewer updates, the global model does not change.
-        max_failed_rounds: Number of consecutive failed rounds (without a new model because of failures) after which the
-            fit ends with an error. The fit also ends if all clients of a round raise the same error, or if no round has
-            succeeded at the end. If ``None``, the fit continues after any failure.
+        max_failed_rounds: After this number of failed rounds in a row, the fit stops with an error. A round fails if
+            failures leave no new model. The fit also ends with an error if all clients of a round raise the same error,
+            or all rounds have failed. With ``None``, the fit continues after any failure.
         visit_timeout: Time limit for one client's training in a round, in seconds, including data loading; ``None`` for
             no limit. Requires Unix, and a fit in the main thread.
 

@@ -84,25 +84,24 @@ def match_neurons(
     - In further passes, all clients are matched again in random order, until nothing changes.
     - Unknown variances are estimated from the result, and the clients are matched again, at most three times.
 
-    Neurons of client *j* have variance :math:`\sigma_j^2` around global neurons. Global neurons have variance
-    :math:`\sigma_0^2` around the prior mean :math:`\mu`. The inverse variances are :math:`p_j` and :math:`p_0`. Suppose
-    that :math:`n_i` of the other :math:`J - 1` clients have a neuron matched with global neuron *i*. Client *h* among
-    these has the neuron :math:`w_h`. Let :math:`A_i = p_0 \mu + \sum_h p_h w_h`, and :math:`P_i = p_0 + \sum_h p_h`.
-    For neuron :math:`w` of client *j*, let :math:`u = p_j w`. The score for matching this neuron with global neuron *i*
-    is a sum over weights *d*:
+    In the model, a neuron of client *j* is a global neuron plus noise with variance :math:`\sigma_j^2`. Global neurons
+    have mean :math:`\mu` and variance :math:`\sigma_0^2`. The inverse variances are :math:`p_j` and :math:`p_0`.
+    Suppose that :math:`n_i` of the other :math:`J - 1` clients have a neuron matched with global neuron *i*. Client *h*
+    of these has neuron :math:`w_h`. Let :math:`A_i = p_0 \mu + \sum_h p_h w_h`, and :math:`P_i = p_0 + \sum_h p_h`. For
+    a neuron *w* of client *j*, let :math:`u = p_j w`. The score for a match of *w* with global neuron *i* is
 
     .. math::
         \sum_d \Big( \frac{(A_{id} + u_d)^2}{P_{id} + p_{jd}} - \frac{A_{id}^2}{P_{id}}
         + \Big[ \log \frac{P_{id}}{P_{id} + p_{jd}} \Big] \Big) + c \log \frac{n_i}{J - n_i}
 
-    The score for the *k*-th new global neuron is
+    Here *d* is the index of a weight. If *w* becomes the client's *k*-th new global neuron, the score is
 
     .. math::
         \sum_d \Big( \frac{(p_{0d} \mu_d + u_d)^2}{p_{0d} + p_{jd}} - p_{0d} \mu_d^2
         + \Big[ \log \frac{p_{0d}}{p_{0d} + p_{jd}} \Big] \Big) + 2 \log \frac{\gamma}{J} - 2 \log k
 
-    - ``"published"``: the score in the programs for PFNM and FedMA. The terms in square brackets are omitted, *c* is 1,
-      and :math:`n_i` is at most 10. To *L* global neurons, a client with :math:`L_j` neurons adds at most
+    - ``"published"``: the score in the programs for PFNM and FedMA, without the terms in square brackets, and *c* is 1.
+      The programs limit :math:`n_i` to 10. If *L* global neurons exist, a client with :math:`L_j` neurons adds at most
       :math:`\max(700 - L, L_j - L, 1)`. This score hardly distinguishes neurons with small weights.
     - ``"marginal"``: the score derived from the model, with the terms in square brackets, and *c* is 2. This score
       finds the neurons that clients share. Other neurons become new global neurons.

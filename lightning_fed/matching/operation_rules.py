@@ -51,7 +51,7 @@ def same(tracer: Tracer, call: Call) -> Any:
 
 
 def pointwise(tracer: Tracer, call: Call) -> Any:
-    """Assigns an elementwise operation's outputs to neurons. Input elements at one position belong to one neuron."""
+    """Assigns an elementwise operation's outputs to neurons. Merges the neurons of inputs at the same index."""
     return call.results(tracer.pointwise(call.tensors, call.shape))
 
 
@@ -80,7 +80,7 @@ def reduction(tracer: Tracer, call: Call) -> Any:
 
 
 def softmax(tracer: Tracer, call: Call) -> Any:
-    """Assigns outputs to neurons, for softmax over one dimension."""
+    """Gives each softmax output the neuron of its input. Neurons in one softmax only change places with each other."""
     activation = tracer.activation(call.tensors[0])
     dim = call.arguments["dim"] % len(activation.shape)
     if dim in activation.varying:

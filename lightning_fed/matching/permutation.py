@@ -152,7 +152,7 @@ def permute_neurons(
         orders: For each group, the neuron's old index at each new position: int64, shape ``(neurons,)``.
 
     Raises:
-        ValueError: If an order is not a permutation or splits a block, or a shape is wrong.
+        ValueError: If an order is not a permutation, or mixes neurons of several GroupNorm groups, or a shape is wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[4.0, 5.0, 6.0]])}

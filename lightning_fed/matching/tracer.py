@@ -59,7 +59,7 @@ class Call:
         return self.results(*[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes])
 
     def results(self, *activations: TracedActivation | None) -> Any:
-        """Returns ``activations`` as the operation's result: one activation, or a list filled up with ``None``."""
+        """Returns one activation, or a list if the operation has several results. ``None`` fills missing results."""
         filled = [*activations, *[None] * (len(self.shapes) - len(activations))]
         return filled if self.has_many else filled[0]
 
@@ -123,7 +123,7 @@ class Tracer:
     # --- parameters ---------------------------------------------------------------------------------------------------
 
     def axis(self, view: ParameterView, dim: int, role: str) -> Tensor:
-        """Returns the neuron ids on a parameter's axis. Adds ``role`` to ``roles``, such as ``"out"`` for outputs."""
+        """Returns the neuron ids on a parameter axis. Adds ``role``, such as ``"out"``, to the axis's ``roles``."""
         key = view.name, view.axes[dim]
         if key not in self.axes:
             self.axes[key] = self.union_find.add(view.shape[dim])
@@ -216,7 +216,7 @@ class Tracer:
         return TracedActivation.filled(PINNED, shape)
 
     def keep_within(self, activation: TracedActivation, dims: set[int]) -> None:
-        """Lets neurons exchange places only at equal indices along the activation's dimensions ``dims``."""
+        """Forbids neurons to move between slices of an activation. A slice has one index per dimension in ``dims``."""
         ordered = [*sorted(dims), *sorted(set(range(activation.ids.ndim)) - dims)]
         count = torch.Size([activation.ids.shape[dim] for dim in dims]).numel()
         if activation.varying <= dims or count > _MOST_REGIONS:
@@ -239,7 +239,7 @@ class Tracer:
     def _combine(
         self, first: TracedActivation, first_broad: set[int], second: TracedActivation, second_broad: set[int]
     ) -> TracedActivation:
-        """Unites neurons at equal positions in two operands. ``first_broad``, ``second_broad``: the broadcast axes."""
+        """Merges neurons at equal indices of an elementwise operation's operands. ``*_broad``: axes to broadcast."""
         for operand, partner in ((first, second), (second, first)):
             if bool((operand.ids == NEUTRAL).all()):
                 return partner

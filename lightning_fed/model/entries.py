@@ -406,7 +406,7 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
     ``option`` is the name of the user's option for error messages.
 
     Raises:
-        ValueError: If a selector matches nothing, or a tied tensor's later name or layer without the first.
+        ValueError: If a selector matches nothing, or a tied tensor by a later name or layer, but not by the first.
     """
     names = list(names)
     tied = tied_names({name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)})

@@ -168,7 +168,7 @@ def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 
 def join(*lists: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Returns a tuple for each group from :func:`find_runs`: the tensors in each list, joined to one flat view."""
+    """Joins adjacent tensors to flat views. Returns a tuple per group (:func:`find_runs`), with one view per list."""
     # A single tensor keeps its shape.
     return [tuple(_view_flat([values[at] for at in run]) for values in lists) for run in find_runs(*lists)]
 

@@ -114,11 +114,11 @@ def audit_mean(
 def empirical_epsilon(
     num_canaries: int, num_guesses: int, num_correct: int, delta: float, confidence: float = 0.95
 ) -> float:
-    """Lower bound of epsilon, given the number of correct guesses about canaries.
+    """Lower bound of epsilon, from guesses whether artificial clients (canaries) were included in the training.
 
     Args:
-        num_canaries: Number of canary clients.
-        num_guesses: Number of guesses.
+        num_canaries: Number of canaries, each included with probability 1/2.
+        num_guesses: Number of canaries guessed as included or excluded.
         num_correct: Number of correct guesses.
         delta: Probability that the privacy loss exceeds epsilon.
         confidence: Confidence level of the bound.

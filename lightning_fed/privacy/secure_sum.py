@@ -58,9 +58,10 @@ class SecureSum(UpdateStep):
 
     Args:
         clip: Maximum update norm over all shared floating-point tensors; by default the norm of :class:`CentralDP`.
-        threshold: Minimum fraction of the round's clients in the sum, more than one half. With fewer valid updates the
-            round fails. A server that follows the protocol reads one update only with help from t - 1 other clients.
-            Here t is the minimum number. A server with different lists per client needs help from 2 t - n of n clients.
+        threshold: Minimum fraction of the round's n clients in the sum, more than one half. This minimum is t clients.
+            With fewer valid updates, the round fails. A server that follows the protocol can read one update only if
+            t - 1 other clients reveal secrets. If the server names different lost clients to different clients, secrets
+            from 2 t - n clients are enough.
 
     Raises:
         ValueError: If an argument is outside its range, the rule is not an average, or weights are unbounded. In a fit,

@@ -1,4 +1,4 @@
-"""A site's answer to a study: sums over test cases for each pair of models."""
+"""Compares models in pairs on a site's test cases. The server receives sums over cases, not single scores."""
 
 from __future__ import annotations
 

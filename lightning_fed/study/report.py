@@ -30,13 +30,12 @@ _VERDICTS = ("hurts", UNKNOWN, "helps", TOO_FEW)  # in the order of the table
 
 @dataclass(frozen=True)
 class Study:
-    """Results of a study: the compared models, and sums over each site's test cases.
+    """Results of a comparison of models at several sites (clients).
 
-    ``models`` starts with the primary method, the federated method for the main comparison with ``"local"``. Other
-    federated methods follow, then ``"central"`` if trained, and ``"local"``. ``answers`` contains each site's sums over
-    test cases (:func:`answer_site`). With a secure sum, ``answers`` is empty, and ``totals`` contains seven numbers for
-    each method: the number of sites, four sums over sites (:func:`effect_sums`), the method's mean score, and the mean
-    score of ``"local"``.
+    ``models`` starts with the federated method for the main comparison, and ends with ``"central"`` (if trained) and
+    ``"local"``, a separate model at each site. ``answers`` contains each site's results from :func:`answer_site`. With
+    a secure sum, ``totals`` replaces ``answers``. Each method has seven totals: the number of sites, the four numbers
+    from :func:`effect_sums` summed over sites, and the mean scores of the method and ``"local"``.
     """
 
     metric: str
@@ -115,7 +114,7 @@ def keep_primary(path: Path, method: str) -> None:
 
 
 def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
-    """Compares two methods at each site. Sites with worse scores come first."""
+    """Compares two methods at each site. Sites with ``method`` significantly worse than ``baseline`` come first."""
     sign = 1 if study.higher_is_better else -1
     rows = []
     for site, answer in study.answers.items():

@@ -49,12 +49,12 @@ class SiteStudy(AskableCallback):
     only sums over cases. The scores stay in ``folder/sites``.
 
     One model is the baseline ``"local"``: with ``personal=["*"]``, each site trains and keeps a separate model. After
-    fits of ``"local"`` and another model, the server writes a report (see :func:`write_study`). The report shows each
-    site's gain: a model's score minus the score of ``"local"``. The primary comparison is between ``"local"`` and the
-    first other model. Every site writes a table with the site's gain, ``sites/<client>.md``.
+    fits of ``"local"`` and another model, the server writes a report (see :func:`write_study`). By default, the report
+    shows each site's gain: a model's score minus the score of ``"local"``. The primary comparison is between
+    ``"local"`` and the first other model. Every site writes a table with the site's gain, ``sites/<client>.md``.
 
-    A secure sum needs at least five sites, and the report only shows the mean gain over sites. With central privacy,
-    only the sites have tables.
+    With a secure sum, the study needs at least five sites, and the report shows only the mean gain over sites. With
+    central privacy, the server writes no report.
 
     Args:
         model: Name of the trained model, equal on server and sites: ``"local"``, or a name such as ``"fedavg"``.
@@ -315,7 +315,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_sums(update: ClientUpdate, models: Sequence[str], seeds: Sequence[int]) -> tuple[Kind, Answer]:
-    """Returns the kind of metric and a site's sums over test cases. The sums may be empty."""
+    """Reads the result of :func:`answer_site` from a site's update. No sums mean too few cases at the site."""
     answer: Answer = {f"{one}|{two}": {} for one, two in combinations(models, 2)}
     parts = ["all", *map(str, seeds)]
     if not update.extras:

@@ -38,7 +38,7 @@ class Estimate:
     degrees: Floats
 
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Returns the lower and upper bound of each difference's confidence interval."""
+        """Returns the lower and upper confidence bounds for each difference between two models' scores."""
         half = self._quantile((1 + level) / 2) * np.sqrt(self.variance)
         return self.value - half, self.value + half
 

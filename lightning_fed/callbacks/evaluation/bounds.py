@@ -62,14 +62,14 @@ def find_outliers(
     trained: Mapping[Client, int] = MappingProxyType({}),
     computed: Mapping[Client, Mapping[str, float]] = MappingProxyType({}),
 ) -> dict[Client, str]:
-    """Finds clients with implausible evaluation results, and returns the reason by client.
+    """Finds clients with implausible evaluation results. Returns the reason by client.
 
-    Each number is compared with the median m over all clients. The median distance to m is d. ``computed`` contains
-    values from metric states. These cases are implausible (with fewer than three clients, only the last is checked):
+    A client's number is compared with the median m over all clients. The median distance to m is d. ``computed``
+    contains values from metric states. With fewer than three clients, only the last case is checked. The cases are:
 
     - A value is more than 100 max(d, abs(m), 1) away from m.
     - A loss is negative and below m - max(10 d, abs(m), 1), and no other client has a negative loss.
-    - The sum of integer counts in a metric state, or of class sizes, is above 10 max(m, 1) per example.
+    - A sum of counts, divided by the examples, is above 10 max(m, 1). Counts are integer metric states, or class sizes.
     - The number of examples is above 1,000 m.
     - The number of examples is above 10 m, and also above 10 times the client's number in training (``trained``).
     """
