@@ -236,7 +236,7 @@ def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]
 
 
 def unpack(rest: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
-    """Rebuilds an object from the two results of :func:`pack`. ``known`` equals ``known`` in :func:`pack`, in order."""
+    """Rebuilds an object from the two results of :func:`pack`. ``known``: tensors equal to ``known`` there."""
     unpickler = _Unpickler(io.BytesIO(rest))
     unpickler.tensors, unpickler.known = tensors, known
     return unpickler.load()

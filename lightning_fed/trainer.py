@@ -24,9 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 class FederatedTrainer(L.Trainer):
-    """``L.Trainer`` whose epochs are federated rounds.
+    """``L.Trainer`` whose epochs are federated rounds. ``fit`` accepts loaders and data sets, also per client.
 
-    Creates a :class:`~lightning_fed.callbacks.Federation` and a progress bar of rounds. ``fit`` accepts data sets.
+    Creates a :class:`~lightning_fed.callbacks.Federation` and a progress bar of rounds.
 
     Args:
         method: The federated method.

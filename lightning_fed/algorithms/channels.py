@@ -150,8 +150,8 @@ class ChannelRule(AveragingAggregator):
 
     Attributes:
         octaves: Limit for channels with ``bounds="work"``, such as step counts. The server divides a client's number by
-            each of the two values in ``work``, and finds each quotient's median over clients. A client is excluded if
-            both quotients are larger than about ``2 ** octaves`` times the median, or both smaller by this factor.
+            each of the two values in ``work``, and finds each quotient's median in the round. A client is excluded if
+            both quotients are larger than about ``2 ** octaves`` times the medians, or both smaller by this factor.
         work: Two values per client: epochs, and epochs times examples. With ``local_steps``, both are numbers of steps.
 
     Example:
@@ -279,7 +279,7 @@ class ChannelRule(AveragingAggregator):
     def finish(self, state: State, part: Part) -> State:
         """Returns the new global model, by default ``state``, the mean of the client models.
 
-        Overrides may modify ``state``. ``part.means[name].mean()`` returns the mean tensors for a name in ``channels``.
+        Overrides may modify ``state`` in place. ``part.means[name].mean()`` returns a channel's mean tensors, if sent.
         """
         return state
 

@@ -51,9 +51,9 @@ class FedNova(ChannelRule):
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
     paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
 
-    The server excludes lengths far from the round's median. With ``local_steps``, the length per planned step may
-    differ by a factor of about 8, or 64 with stragglers. With epochs, a client is excluded if lengths per epoch and per
-    example both differ by more than a factor of about 64. Momentum and per-step schedulers raise the limit of 64.
+    The server excludes clients with lengths far from the round's median. With ``local_steps``, the length per planned
+    step may differ by a factor of about 8, or 64 with stragglers. With epochs, a client is excluded only if lengths per
+    epoch and per example both differ by factors above about 64. Momentum and per-step schedulers raise the limit of 64.
 
     - Sends: 1 model down, 1 up (and one number per parameter).
     - Keeps: nothing.
@@ -159,7 +159,7 @@ class FedNova(ChannelRule):
 
 
 class _NormalisedSum:
-    """Weighted sum of one parameter's updates, divided by each client's summed learning rates (FedNova's length)."""
+    """Weighted sum of one parameter's updates, each divided by the client's summed learning rates (the length)."""
 
     def __init__(self) -> None:
         self.first = 0.0  # a_1: for equal lengths all factors are 1, as in FedAvg

@@ -149,7 +149,7 @@ def report_clients(
 ) -> ClientReport:
     """Counts the classes in each client's training data, and measures image statistics (:class:`ClientSummary`).
 
-    Transforms and random augmentation are applied. ``distance`` compares class frequencies of a client and all clients.
+    Reads each client's data in one pass, with transforms and random augmentation.
     Targets are labels ``(N,)``, class masks ``(N, H, W)``, or a binary mask per class, ``(N, classes, H, W)``.
 
     Args:

@@ -79,7 +79,7 @@ class Faults:
         min_clients: Minimum number of valid updates per round. With fewer updates, the global model does not change.
         max_failed_rounds: After this number of failed rounds in a row, the fit stops with an error. A round fails if
             failures leave no new model. The fit also ends with an error if all clients of a round raise the same error,
-            or all rounds have failed. With ``None``, the fit continues after any failure.
+            or if no round has succeeded at the end. With ``None``, the fit continues after any failure.
         visit_timeout: Time limit for one client's training in a round, in seconds, including data loading; ``None`` for
             no limit. Requires Unix, and a fit in the main thread.
 

@@ -100,7 +100,7 @@ def agreement(
     .. math:: \frac{\sum_k a_k \sum_j \lVert \bar w_{S_k(j)} \rVert^2}{\sum_k a_k \sum_j \lVert w_{k,j} \rVert^2}
 
     Client *k* has weight :math:`a_k`. Neuron *j* has incoming weights :math:`w_{k,j}`, and is matched with global
-    neuron :math:`S_k(j)` with mean :math:`\bar w`. If :func:`matched_mean` had ``prior_weight=0``, the result is 1 for
+    neuron :math:`S_k(j)` with mean :math:`\bar w`. With ``prior_weight=0`` in :func:`matched_mean`, the result is 1 for
     equal or unmatched neurons, and about 1/n for n unrelated neurons matched together. Biases count only in groups
     without incoming weights. If the norm before averaging is 0, the result is NaN.
     """

@@ -101,7 +101,7 @@ def match_neurons(
         + \Big[ \log \frac{p_{0d}}{p_{0d} + p_{jd}} \Big] \Big) + 2 \log \frac{\gamma}{J} - 2 \log k
 
     - ``"published"``: the score in the programs for PFNM and FedMA, without the terms in square brackets, and *c* is 1.
-      The programs limit :math:`n_i` to 10. If *L* global neurons exist, a client with :math:`L_j` neurons adds at most
+      The value :math:`n_i` is at most 10. If *L* global neurons exist, a client with :math:`L_j` neurons adds at most
       :math:`\max(700 - L, L_j - L, 1)`. This score hardly distinguishes neurons with small weights.
     - ``"marginal"``: the score derived from the model, with the terms in square brackets, and *c* is 2. This score
       finds the neurons that clients share. Other neurons become new global neurons.

@@ -114,7 +114,7 @@ def audit_mean(
 def empirical_epsilon(
     num_canaries: int, num_guesses: int, num_correct: int, delta: float, confidence: float = 0.95
 ) -> float:
-    """Lower bound of epsilon, from guesses whether artificial clients (canaries) were included in the training.
+    """Lower bound of epsilon, from guesses about the use of artificial clients (canaries) in the training.
 
     Args:
         num_canaries: Number of canaries, each included with probability 1/2.

@@ -315,7 +315,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_sums(update: ClientUpdate, models: Sequence[str], seeds: Sequence[int]) -> tuple[Kind, Answer]:
-    """Reads the result of :func:`answer_site` from a site's update. No sums mean too few cases at the site."""
+    """Reads the result of :func:`answer_site` from a site's update. An empty answer means too few cases."""
     answer: Answer = {f"{one}|{two}": {} for one, two in combinations(models, 2)}
     parts = ["all", *map(str, seeds)]
     if not update.extras:

@@ -23,8 +23,8 @@ class CenterEvaluation(L.Callback):
     """Evaluates all centres of :class:`FeSEM` on the Trainer's validation or test data.
 
     A centre is the global model for one cluster of clients. Each metric is averaged over all centres, and logged as
-    ``fesem/<name>``. A centre's weight is the number of training examples in the cluster. The Trainer's model counts
-    for clients without a centre. The cost is one validation per centre.
+    ``fesem/<name>``. A centre's weight is the number of training examples in the cluster. For clients without a centre,
+    the Trainer's model is evaluated. The cost is one validation per centre.
 
     Example:
         >>> from lightning_fed import FederatedTrainer

@@ -1,4 +1,4 @@
-"""Simulates a deployment. Checks models against a fit in one process, and clients' messages against policies."""
+"""Simulates a deployment with the real programs. Compares models with a fit, and messages with policies."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def find_outliers(
 
     - A value is more than 100 max(d, abs(m), 1) away from m.
     - A loss is negative and below m - max(10 d, abs(m), 1), and no other client has a negative loss.
-    - A sum of counts, divided by the examples, is above 10 max(m, 1). Counts are integer metric states, or class sizes.
+    - A sum of counts per example is above 10 max(m, 1). Counts are integers in a metric's state, or class sizes.
     - The number of examples is above 1,000 m.
     - The number of examples is above 10 m, and also above 10 times the client's number in training (``trained``).
     """
