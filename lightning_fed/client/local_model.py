@@ -123,7 +123,7 @@ class LocalModel:
     def load_global(self, state: Mapping[str, Tensor]) -> None:
         """Loads the global model: shared entries from ``state``, and other entries from :attr:`server_entries`.
 
-        The caller must not change ``state`` afterwards: a tensor is not copied if clients receive only some rows.
+        The caller must not change ``state`` afterwards: tables with single rows per client (FedSS) are not copied.
         """
         self.load({**state, **self.server_entries})
         additions, self._additions = self._additions, {}
@@ -290,7 +290,7 @@ class LocalModel:
 
 
 def memory_of(stored: State) -> State:
-    """Returns the stored tensors of callbacks and update steps, without personal entries and optimizer state."""
+    """Returns the tensors stored by callbacks and update steps (such as compression), without other client state."""
     return without_prefix(stored, _MEMORY)
 
 

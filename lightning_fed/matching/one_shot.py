@@ -86,13 +86,14 @@ def match_states(
 ) -> StateMatch:
     """Matches the neurons in several networks, and averages the networks.
 
-    Permutation groups (sets of exchangeable neurons) are matched one after another. ``"fedma"`` starts with the first
-    layer, and compares incoming weights, biases and normalization. ``"pfnm"`` starts with the last layer, and compares
-    outgoing weights and biases, in the first layer also incoming weights.
+    One permutation group (a set of exchangeable neurons) is matched after another, in one of two orders:
 
-    With ``sweeps`` above 0, neurons are first matched one to one. Comparing all weights then improves these matches
-    (:func:`~lightning_fed.matching.align_networks`). In mode ``"grow"``, a further matching adds neurons. BatchNorm's
-    running statistics are averaged. Measure these again with the merged network.
+    - ``"fedma"``: from the first layer on, by incoming weights, biases and normalization.
+    - ``"pfnm"``: from the last layer back, by outgoing weights and biases, in the first layer also incoming weights.
+
+    With ``sweeps`` above 0, the groups are first matched one to one, and
+    :func:`~lightning_fed.matching.align_networks` improves these matches by all weights. In mode ``"grow"``, a further
+    matching adds neurons. BatchNorm's running statistics are averaged. Measure these again with the merged network.
 
     Args:
         states: A state dict for each network, with equal names.

@@ -114,7 +114,7 @@ def move(tracer: Tracer, call: Call) -> Any:
 
 
 def concatenation(tracer: Tracer, call: Call) -> Any:
-    """Assigns outputs to neurons, for a concatenation along one dimension."""
+    """Joins the neuron ids of the tensors in a concatenation along one dimension."""
     activations = [tracer.activation(value) for value in call.tensors]
     is_neutral = [bool((activation.ids == NEUTRAL).all()) for activation in activations]
     if sum(is_neutral) > 1:  # possibly constants with different values

@@ -109,7 +109,7 @@ class FusionLayer(nn.Module):
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:
-        """Returns the operators of type "multi" or "single", by name of the fused feature."""
+        """Returns the operators that average local and global features, ``"multi"`` or ``"single"``, by feature."""
         return {name: operator for name, operator in self.operators.items() if isinstance(operator, MixingOperator)}
 
     def summaries(self) -> dict[str, dict[str, float]]:

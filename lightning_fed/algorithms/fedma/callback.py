@@ -64,8 +64,8 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
     checkpoint of a wider model widens the module.
 
     Args:
-        example_input: Arguments for ``forward`` (or for the network trained in ``training_step``), used to trace the
-            network; by default the module's ``example_input_array``, or two inputs of a client.
+        example_input: Arguments for ``forward``, or without ``forward`` for the network in ``training_step``. Used to
+            trace the network; by default the module's ``example_input_array``, or two inputs of a client.
         pin: Patterns for parameter names, such as ``"embedding.*"``. Neurons in these layers keep their positions.
         extra_groups: Groups of neurons missed by tracing. A group's size is the layer width in a client's model.
         target: Position of the labels in a batch: index, key or function; by default the labels used in the loss. If
@@ -75,7 +75,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
     Raises:
         MisconfigurationException: In ``fit``, if the aggregation rule is not FedMA, no neurons can be matched, clients
             keep optimizer states, or an optimizer requires constant tensor sizes.
-        ValueError: If a checkpoint has invalid widths; in ``fit``, if stages or patterns do not match the module.
+        ValueError: If a checkpoint has invalid widths; in ``fit``, if FedMA's ``stages`` or ``pin`` do not match.
 
     Example:
         >>> from lightning_fed import FederatedTrainer

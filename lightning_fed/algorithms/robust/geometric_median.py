@@ -22,8 +22,9 @@ class GeometricMedian(RobustAggregator):
 
     .. math:: \arg\min_v \sum_i \lVert v - u_i \rVert \quad \text{for client models } u_i
 
-    All clients have equal weight, unlike in the paper. Requires at least 2 f + 1 clients for f = ``num_malicious``. The
-    number f only affects BatchNorm's running statistics. Reference: Pillutla et al., IEEE TSP 2022, Algorithms 1 and 2.
+    All clients have equal weight, unlike in the paper. The median does not depend on f = ``num_malicious``, but a round
+    requires at least 2 f + 1 clients. BatchNorm's running statistics are averaged without the f smallest and f largest
+    values. Reference: Pillutla et al., IEEE TSP 2022, Algorithms 1 and 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

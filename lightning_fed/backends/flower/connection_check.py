@@ -32,7 +32,7 @@ def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterato
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)})
     except OSError as error:
-        raise Broken(f"name: {name!r} is unknown on this machine ({error.strerror}); check the spelling") from error
+        raise Broken(f"name: no address found for server {name!r} ({error.strerror}); check the spelling") from error
     yield f"name: {name} resolves to {', '.join(addresses)}"
     try:
         socket.create_connection((name, port), _SECONDS).close()

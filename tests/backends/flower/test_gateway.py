@@ -317,7 +317,7 @@ def test_what_is_wrong_with_a_connection(keys, tmp_path, monkeypatch):
         await send({"type": "http.response.start", "status": 404, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    assert wrong("no-such-name.invalid:9092").startswith("name: 'no-such-name.invalid' is unknown")
+    assert wrong("no-such-name.invalid:9092").startswith("name: no address found for server 'no-such-name.invalid'")
     assert wrong(f"localhost:{free_port()}").startswith("port: no server listens")
     with served(plain, keys) as port:
         assert wrong(f"localhost:{port}", tmp_path / "other" / "ca.crt").startswith("certificate: ")
