@@ -107,7 +107,7 @@ def test_a_recurrent_network_grows(federated_trainer, gamma):
     clients_data = {f"c{c}": texts(c) for c in range(3)}
     module = models.Module(Reader(), lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5))
     rule = FedMA("grow", score="published", gamma=gamma)
-    trainer = federated_trainer(max_rounds=3, method=rule, local_epochs=8)
+    trainer = federated_trainer(max_rounds=6, method=rule, local_epochs=8)
     fit(trainer, module, data_of(clients_data, 8))
     units = module.net.rnn.hidden_size
     assert units > 7 if gamma == 7 else units == 6
