@@ -692,7 +692,7 @@ MISTAKES_OF_THE_SAME_KINDS = [
     (["--trainer.local_steps", "0"], 2, "Expected `local_steps` to be at least 1, but got 0"),
     (["--trainer.faults.min_clients", "0"], 2, "Expected `min_clients` to be at least 1, but got 0"),
     (["--trainer.availability.straglers", "0.5"], 2, "Option 'straglers' is not accepted"),
-    (["--trainer.faults.min_clients", "5"], 1, "Expected `min_clients` to be at most the clients of a round (4), but"),
+    (["--trainer.faults.min_clients", "5"], 1, "Expected `min_clients` to be at most the number of clients in a round"),
 ]
 
 
