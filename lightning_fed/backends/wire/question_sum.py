@@ -69,10 +69,10 @@ def mask_answer(answer: ClientUpdate, train_request: TrainRequest, sum_of: Calla
     """Masks a client's answer to a server callback's question in place, if the question requests a secure sum.
 
     ``sum_of`` returns the object with the client's keys and masks for a sum, by name. Raises ``ClientFault`` if the
-    answer also has metrics, or if the server requests an answer without masks.
+    answer also has metrics or tensors in ``state``, or if the server requests an answer without masks.
     """
     peers = train_request.peers
-    if answer.metrics or (answer.extras and peers is None):
+    if answer.metrics or answer.state or (answer.extras and peers is None):
         raise ClientFault(NOT_MASKED)
     if peers is None:
         return
@@ -102,7 +102,7 @@ class _Total:
         return self.numbers * 0
 
     def subtract(self, masks: Numbers) -> None:
-        self.numbers = self.numbers - masks
+        self.numbers -= masks
 
     def discard(self, reason: str) -> None:
         self.fault = self.fault or reason

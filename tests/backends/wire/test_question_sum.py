@@ -49,7 +49,8 @@ def request(peers):
 
 def test_a_client_with_a_secure_sum_sends_nothing_without_masks():
     answer = ClientUpdate("ann", 1, {}, {"study/scores/a|b/all": torch.ones(6)})
-    for update, peers in ((answer, None), (ClientUpdate("ann", 1, {}, {}, {"acc": 0.5}), ["ann", "bob"])):
+    metrics, model = ClientUpdate("ann", 1, {}, {}, {"acc": 0.5}), ClientUpdate("ann", 1, {"weight": torch.ones(2)})
+    for update, peers in ((answer, None), (metrics, ["ann", "bob"]), (model, ["ann", "bob"]), (model, None)):
         with pytest.raises(ClientFault, match="the server requests an unmasked update"):
             mask_answer(update, request(peers), None)
     mask_answer(ClientUpdate("ann", 1, {}), request(None), None)  # an empty answer reveals nothing
