@@ -239,7 +239,7 @@ class ChannelRule(AveragingAggregator):
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
         """Adds a client's update to the running sums ``part``.
 
-        ``up`` contains the update's additional tensors, by channel and parameter name. An override must refuse an
+        ``up`` contains the update's additional values, by channel and parameter name. An override must refuse an
         invalid update before any change to ``part``.
         """
         self.add_to(part.running, update, self.weight(update))

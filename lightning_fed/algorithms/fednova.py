@@ -51,9 +51,9 @@ class FedNova(ChannelRule):
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
     paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
 
-    The server excludes clients with lengths far from the round's median. With ``local_steps``, the length per planned
-    step may differ by a factor of about 8, or 64 with stragglers. With epochs, a client is excluded only if lengths per
-    epoch and per example both differ by factors above about 64. Momentum and per-step schedulers raise the limit of 64.
+    The server excludes clients with lengths far from the round's median. With ``local_steps``, the limit for the length
+    per planned step is a factor of 4 to 8, or 32 to 64 with stragglers. With epochs, the limit of 32 to 64 must be
+    exceeded both per epoch and per example. Momentum and per-step schedulers raise the limit of 32 to 64.
 
     - Sends: 1 model down, 1 up (and one number per parameter).
     - Keeps: nothing.

@@ -149,8 +149,8 @@ def report_clients(
 ) -> ClientReport:
     """Counts the classes in each client's training data, and measures image statistics (:class:`ClientSummary`).
 
-    Reads each client's data in one pass, with transforms and random augmentation.
-    Targets are labels ``(N,)``, class masks ``(N, H, W)``, or a binary mask per class, ``(N, classes, H, W)``.
+    Reads each client's data in one pass, with transforms and random augmentation. Targets are labels ``(N,)``, class
+    masks ``(N, H, W)``, or a binary mask per class, ``(N, classes, H, W)``.
 
     Args:
         population: The clients.

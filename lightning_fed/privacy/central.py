@@ -75,8 +75,8 @@ class CentralDP(UpdateStep):
     fraction also reveals information, so the sum has more noise: :math:`z_\Delta` is larger than z.
 
     A small epsilon requires many clients: with all of 12 clients in each of 50 rounds and z = 1, epsilon is 44.4 at
-    :math:`\delta = 0.01`. The aggregation rule must be ``fedavg``, and clients may only send the model. For example,
-    ``fedprox``, ``fedbn`` and server optimizers (``fedadam``) are supported.
+    :math:`\delta = 0.01` (``"rdp"``). The aggregation rule must be ``fedavg``, and clients may only send the model. For
+    example, ``fedprox``, ``fedbn`` and server optimizers (``fedadam``) are supported.
 
     Args:
         clip: Clipping norm C of an update over all shared parameters; with ``adaptive``, the initial norm.

@@ -225,7 +225,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
             federation.find_population().sampling = PoissonSampling(self._key)
             if self.planned_epsilon is not None and not federation.has_server:
                 raise MisconfigurationException(
-                    f"`DPSGD` supports no `epsilon` with clients on other machines, because {self.needs_local_clients}."
+                    f"`DPSGD` refuses `epsilon` with clients on other machines, because {self.needs_local_clients}."
                 )
             self._plan_noise(trainer.max_epochs, lambda: map(_visit_of(federation), federation.population.clients))
 

@@ -25,7 +25,7 @@ class FLTrust(RobustAggregator):
 
     Here :math:`w_t` is the global model, :math:`u_i` a client update, and :math:`t_i` the client's trust score. A
     trusted client with the server's data joins every round. This client's update :math:`u_0` is not part of the sum. If
-    all scores are 0, the model does not change. If the trusted client fails, the round fails. Reference: Cao et al.,
+    all scores are 0, no parameter changes. If the trusted client fails, the round fails. Reference: Cao et al.,
     NDSS 2021, equations 2 to 4.
 
     - Sends: 1 model down and 1 up, for every client and the trusted client.
