@@ -238,7 +238,7 @@ class Downlink(UpdateStep):
     Here *new* is the aggregated model, and :math:`C(u)` is the change after compression. A client with an earlier
     global model receives the changes since then, if smaller than the model. All other clients receive the full model.
     BatchNorm statistics are not compressed. If clients receive only some rows of a tensor, this tensor is not
-    compressed either. Checkpoints grow by at most twice the model's size.
+    compressed either. Checkpoints grow by up to twice the model's size, and by a number per client.
 
     Args:
         step: Compression of the changes. ``Downlink`` must follow all steps that change the new model.

@@ -116,11 +116,11 @@ class FederatedCallback(TrainerCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> Iterator[None] | None:
-        """Called on the client after training. May add tensors and metrics to the update.
+        """Called on the client after training. May add tensors and metrics to the update. Must not change the weights.
 
         Without the attribute ``changes_update``, a changed ``update.state`` raises an error. As a generator, the hook
-        can train a second model: at each ``yield``, the Trainer runs one training step. To leave batches for these
-        steps, set ``Federation.open_visit.main_batches`` in :meth:`on_client_start`, as in
+        can train a second model, and then restore the weights. At each ``yield``, the Trainer runs one training step.
+        To reserve batches for these steps, set ``Federation.open_visit.main_batches`` in :meth:`on_client_start`. See
         :class:`~lightning_fed.callbacks.PersonalModel`. Raising :class:`ClientFault` excludes the client.
         """
         return None

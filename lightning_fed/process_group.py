@@ -236,7 +236,7 @@ def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]
 
 
 def unpack(rest: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
-    """Rebuilds an object from the two results of :func:`pack`. ``known``: tensors equal to ``known`` there."""
+    """Rebuilds an object from the two results of :func:`pack`. ``known`` has tensors equal to ``known`` in ``pack``."""
     unpickler = _Unpickler(io.BytesIO(rest))
     unpickler.tensors, unpickler.known = tensors, known
     return unpickler.load()

@@ -117,7 +117,7 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
     names = sorted(name for name in unset if policies.get(name) == "shared")
     if names:
         _log.info(
-            "%d buffers with NaN or infinite initial values are not sent (%s): changes of these buffers in a visit are "
+            "%d buffers with NaN or infinite initial values are not sent (%s): changes to these buffers in a visit are "
             "discarded after the visit.",
             len(names),
             list_first(names),
