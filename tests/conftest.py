@@ -245,6 +245,7 @@ def torch_logs_reach_the_root():
     for name in list(logging.root.manager.loggerDict):
         if name.split(".")[0] == "torch":
             logging.getLogger(name).propagate = True
+    logging.getLogger("torch.__trace").handlers.clear()  # with a handler, each compilation is traced
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -263,7 +263,7 @@ def fit(row, door, aggregator, plain_trainer, federated_trainer):
         [
             (name, aggregator, DOORS[place % 2][aggregator])
             for place, name in enumerate(TABLE)
-            for aggregator in [ONCE.get(name, list(DOORS[0])[place // 2 % 2])]
+            for aggregator in [list(DOORS[0])[place // 2 % 2]]
             if name in CHOSEN
         ],
     ),

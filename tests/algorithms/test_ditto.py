@@ -36,11 +36,7 @@ WORK = [(0.5, None), (0.5, 1), (0.0, 1)]
 @pytest.mark.parametrize(
     ("lam", "personal_epochs", "optimizer"),
     quick(
-        [
-            (*pair, optimizer)
-            for pair in ((0.5, None), (0.5, 1), (0.0, 1))
-            for optimizer in (models.momentum, models.adam)
-        ],
+        [(*pair, optimizer) for pair in WORK for optimizer in (models.momentum, models.adam)],
         [(0.5, None, models.adam), (0.5, 1, models.momentum)],
     ),
 )

@@ -779,7 +779,7 @@ ORDINARY_SCHEDULERS = {
 }
 
 
-# One optimizer per kind of state: step counts as tensors and as numbers, histories, lists of tensors.
+# Optimizers with different kinds of state, except LBFGS, which has lists of tensors.
 @pytest.mark.parametrize("kind", quick(ORDINARY_OPTIMIZERS, ["Adafactor", "Adam", "ASGD", "foreach", "momentum"]))
 def test_ordinary_optimizers_are_no_state(kind, federated_trainer, caplog):
     make = partial(ORDINARY_OPTIMIZERS[kind], lr=0.001)

@@ -892,7 +892,6 @@ def test_persistent_workers_of_a_clients_loader(federated_trainer, caplog):
         caplog.text
     )
     assert "set `persistent_workers=False`" in caplog.text
-    clients["dan"]._iterator = None  # noqa: SLF001 - garbage collection would wait five seconds for the worker
 
 
 def test_what_fails_in_the_module_ends_the_fit(federated_trainer):

@@ -56,7 +56,6 @@ def test_the_first_process_answers_and_asks(processes):
 
 def test_processes_stay_until_an_error(processes, monkeypatch):
     """After an error or a kill, no process is left, and new processes answer."""
-    monkeypatch.setattr("lightning_fed.backends.ddp.processes._GRACE", 0.3)
     first = processes.run("pid", ignore)
     assert processes.run("pid", ignore) == first
     for order, reason in [
@@ -69,6 +68,7 @@ def test_processes_stay_until_an_error(processes, monkeypatch):
         assert time.monotonic() - start < 50  # less than the sleep of the first process
         assert not is_alive(pid)
         assert processes.run("pid", ignore) != pid
+        monkeypatch.setattr("lightning_fed.backends.ddp.processes._GRACE", 0.3)  # the other errors kill no process
 
     def refuse(names):
         raise ClientFault("the policy forbids entry 0")

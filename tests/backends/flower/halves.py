@@ -107,7 +107,7 @@ def on_flower(
         server_options: Additional Trainer arguments on the server.
         key: The server's key.
         held_out: The clients' validation and test data.
-        patience: Seconds until all clients are connected.
+        patience: Seconds to wait until all clients are connected.
 
     Returns:
         The server's module, the server's Trainer, the transport and the grid.
