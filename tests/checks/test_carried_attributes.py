@@ -779,7 +779,7 @@ ORDINARY_SCHEDULERS = {
 }
 
 
-# Optimizers with different kinds of state, except LBFGS, which has lists of tensors.
+# Optimizers with different kinds of state. LBFGS, with lists of tensors, runs in the slow tests.
 @pytest.mark.parametrize("kind", quick(ORDINARY_OPTIMIZERS, ["Adafactor", "Adam", "ASGD", "foreach", "momentum"]))
 def test_ordinary_optimizers_are_no_state(kind, federated_trainer, caplog):
     make = partial(ORDINARY_OPTIMIZERS[kind], lr=0.001)
