@@ -323,7 +323,7 @@ def compare_pairs(found: Sequence[Any], study: Study, monitor: str, last: int) -
         [
             f"`{method}`",
             *differences(scores, method, against),
-            *(fewer_rounds(found, method, against) if has_goal else ()),
+            *(fewer_rounds(found, method, against, last) if has_goal else ()),
             f"{len(own)}",
             *(spread([pair[which] for pair in attention[method]]) for which in (0, 1)),
         ]
@@ -337,10 +337,10 @@ def compare_pairs(found: Sequence[Any], study: Study, monitor: str, last: int) -
     return "\n\n".join([table(["method", *names, "runs", "entropy of attention", "largest weight"], rows), note])
 
 
-def fewer_rounds(found: Sequence[Any], method: str, against: Sequence[str]) -> list[str]:
+def fewer_rounds(found: Sequence[Any], method: str, against: Sequence[str], last: int) -> list[str]:
     """Reduction in rounds to 80 % of the central score, in percent, by pairs with equal seeds."""
     reached: dict[str, dict[Any, int]] = {}
-    for (name, part), cell in summarize(found).items():
+    for (name, part), cell in summarize(found, last=last).items():
         seeds = [run["seed"] for run in found if (run["method"], run["stragglers"]) == (name, part)]
         for seed, number in zip(seeds, cell.rounds_to_target, strict=False):  # central training has none
             if number is not None:
