@@ -190,7 +190,7 @@ STUDIES = {
         (),
         ("val_acc", "fed/val_acc/mean"),
         (OPTION_STRAGGLERS,),
-        against=("fedavg", "fairavg"),
+        against=("fedavg", "fairavg", "fedprox:mu=1"),
         overrides=(
             *DRAWN,
             *("--model.lr", "0.01", "--model.model_kwargs", "{hidden: []}", "--data.batch_size", "10"),
