@@ -313,7 +313,7 @@ def check_examples(
         return False
 
     def has_dependence_elsewhere(seed: int) -> bool:
-        # rounding can turn a ReLU on or off, so other weights are tried
+        # rounding can turn ReLUs on or off (with DeepLabV3+ in a tenth of all checks), so other weights are tried
         with torch.no_grad(), seeded_generators(seed):
             for parameter in parameters:
                 parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
@@ -322,7 +322,7 @@ def check_examples(
     with isolated_pass(module, gradients=True, is_training=True):
         for layer in module.modules():
             layer.training &= not isinstance(layer, nn.modules.dropout._DropoutNd)  # noqa: SLF001
-        if has_dependence() and any(map(has_dependence_elsewhere, range(2))):
+        if has_dependence() and all(map(has_dependence_elsewhere, range(4))):
             raise MisconfigurationException(
                 "The gradient of an example depends on other examples in the batch, but `DPSGD` needs a mean "
                 "over the losses of single examples, and layer inputs with one row per example. With ignored pixels "
