@@ -53,6 +53,15 @@ class Contestant:
     python: str = ""
 
 
+PAIRS = (
+    ("ours", "pfl"),
+    ("ours_private", "pfl_private"),
+    ("ours_fastest", "pfl"),
+    ("ours_fastest", "pfl_2"),
+    ("ours_parallel", "pfl_2"),
+    ("flwr", "ours"),
+)
+"""Contestants that are compared directly."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 CONTESTANTS = {
     "by_hand": Contestant("PyTorch loop by hand", "by_hand.py"),
@@ -60,7 +69,7 @@ CONTESTANTS = {
     "trainers": Contestant("a new `L.Trainer` per visit", "lightning_round.py"),
     "ours": Contestant("`FederatedTrainer`", "lightning_round.py"),
     "ours_lightning": Contestant('`FederatedTrainer(visits="lightning")`', "lightning_round.py"),
-    "ours_vectorized": Contestant("`FederatedTrainer(visits=Vectorized(...))`", "lightning_round.py"),
+    "ours_fastest": Contestant('`FederatedTrainer(visits="fastest")`', "lightning_round.py"),
     "ours_parallel": Contestant('`FederatedTrainer(strategy="client_parallel")`', "lightning_round.py", processes=2),
     "pfl": Contestant("`pfl`", "pfl_round.py", "pfl"),
     "ours_private": Contestant("`FederatedTrainer` with `CentralDP`", "lightning_round.py"),
@@ -198,10 +207,26 @@ def measure(
         yield {"seconds": found, "version": version()}
 
 
-def ratios(result: Mapping[str, Any], name: str) -> list[float]:
+def ratios(result: Mapping[str, Any], name: str, base: str = "") -> list[float]:
     seconds = result["seconds"]
-    bases = seconds[CONTESTANTS[name].base]
-    return [one["round"] / base["round"] for one, base in zip(seconds[name], bases, strict=True)]
+    bases = seconds[base or CONTESTANTS[name].base]
+    return [one["round"] / other["round"] for one, other in zip(seconds[name], bases, strict=True)]
+
+
+def spread(found: Sequence[float]) -> str:
+    return f"{np.median(found):.2f}" + (f" ({min(found):.2f}-{max(found):.2f})" if len(found) > 1 else "")
+
+
+def compare_pairs(results: Mapping[str, Any]) -> str:
+    """Ratios of two contestants' seconds within a repetition, by row: medians with ranges."""
+    rows = []
+    for name, base in PAIRS:
+        cells = [
+            spread(ratios(result, name, base)) if {name, base} <= result["seconds"].keys() else ""
+            for result in results.values()
+        ]
+        rows += [[f"{CONTESTANTS[name].words} / {CONTESTANTS[base].words}", *cells]] if any(cells) else []
+    return table(["seconds of a round / seconds of a round", *results], rows)
 
 
 def overview(results: Mapping[str, Any]) -> str:
@@ -227,17 +252,15 @@ def report(results: Mapping[str, Any], arguments: argparse.Namespace) -> str:
         f" processes. All end with the weights of the loop by hand, to {SAME:.0%} of the largest (rounding grows with"
         " training)."
     ]
-    parts.append(overview(results))
+    parts += [overview(results), compare_pairs(results)]
     for row, result in results.items():
         rows = []
         for name, runs in result["seconds"].items():
-            found = ratios(result, name)
-            spread = f" ({min(found):.2f}-{max(found):.2f})" if len(found) > 1 else ""
             rows.append(
                 [
                     CONTESTANTS[name].words,
                     f"{np.median([one['round'] for one in runs]):.3f}",
-                    f"{np.median(found):.2f}{spread}",
+                    spread(ratios(result, name)),
                     f"{np.median([one['start'] for one in runs]):.1f}",
                     f"{np.median([one['memory'] for one in runs]) / 2**20:.0f}",
                 ]

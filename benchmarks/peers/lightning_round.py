@@ -98,7 +98,7 @@ def main() -> None:
         L.Trainer(max_epochs=given.rounds, callbacks=[watch], **QUIET).fit(net, data)
         save(given.out, watch.stamps, net)
         return
-    from lightning_fed import FederatedDataModule, FederatedTrainer, Vectorized
+    from lightning_fed import FederatedDataModule, FederatedTrainer
     from lightning_fed.privacy import CentralDP
 
     options: dict[str, Any] = {}
@@ -106,8 +106,8 @@ def main() -> None:
         options = {"visits": "lightning"}
     if given.contestant == "ours_parallel":
         options = {"strategy": "client_parallel", "devices": 2}
-    if given.contestant == "ours_vectorized":
-        options = {"visits": Vectorized(min(given.clients, 50))}
+    if given.contestant == "ours_fastest":
+        options = {"visits": "fastest"}
     if given.contestant == "ours_private":
         options = {"steps": [CentralDP(clip=1.0, delta=1e-6, noise_multiplier=1.0, sampling="fixed")]}
     trainer = FederatedTrainer(max_rounds=given.rounds, callbacks=[watch], seed=0, **{**QUIET, **options})

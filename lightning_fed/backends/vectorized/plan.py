@@ -105,7 +105,7 @@ class _Measured(NamedTuple):
 # Constants, so fits on equal devices and resumed fits use the same number of clients.
 _ON_CPU = (
     _Measured(100_000, False, 5, 50, 1.8),
-    _Measured(100_000, True, 10, 10, 1.1),
+    _Measured(100_000, True, 10, 25, 1.1),
 )
 _ON_GPU = (_Measured(2_000_000, True, 4, 64, 5.0),)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -25,7 +25,7 @@ CLIENTS = {name: 20 for name in "abcdef"}
         (lambda: nn.Linear(784, 100), 1000, "cpu", 50),
         (lambda: nn.Linear(784, 100), 4, "cpu", 1),
         (lambda: nn.Linear(784, 1000), 1000, "cpu", 1),
-        (lambda: nn.Conv2d(3, 16, 3), 1000, "cpu", 10),
+        (lambda: nn.Conv2d(3, 16, 3), 1000, "cpu", 25),
         (lambda: nn.Conv2d(3, 16, 3), 9, "cpu", 1),
         (lambda: nn.ConvTranspose2d(100, 120, 3), 1000, "cpu", 1),
         (lambda: nn.ConvTranspose2d(100, 120, 3), 1000, "cuda", 64),
