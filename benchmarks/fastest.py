@@ -1,6 +1,7 @@
 """Seconds of a round with several clients at once, as multiples of fused visits: the table behind ``visits="fastest"``.
 
-All variants train the same networks on the same random data in one process, in alternation. The script downloads nothing.
+All variants train the same networks on the same random data in one process, in alternation. The script downloads
+nothing.
 """
 
 from __future__ import annotations
