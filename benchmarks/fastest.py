@@ -89,7 +89,8 @@ def main() -> None:
         count = sum(parameter.numel() for parameter in make().parameters())
         rows.append([make.__name__, f"{count:,}", *(f"{statistics.median(ratios[size]):.2f}" for size in SIZES)])
     text = (
-        "`python benchmarks/fastest.py --out benchmarks/results/performance.md`. Seconds per round, divided by"
+        f"`python benchmarks/fastest.py --threads {given.threads} --repetitions {given.repetitions} --out"
+        " benchmarks/results/performance.md`. Seconds per round, divided by"
         f" the default's; {CLIENTS} clients, {STEPS} steps with {BATCH_SIZE} examples; columns: clients at once;"
         f" medians of {given.repetitions} repetitions. {machine(given.threads)}."
     )

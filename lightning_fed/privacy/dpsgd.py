@@ -189,7 +189,6 @@ class DPSGD(RevertingCallback, FederatedCallback):
         self._accounts: dict[Client | None, _Account] = {}
         self._round_accounts: dict[Client | None, _Account] = {}
         self._visit: _Visit | None = None
-        self._checked: dict[Client | None, int] = {}  # round of the last check
         self._safe_steps: dict[float, int] = {}  # number of steps within the budget, by sampling probability
 
     def epsilon(self, client: Client | None = None) -> float:
@@ -231,13 +230,14 @@ class DPSGD(RevertingCallback, FederatedCallback):
             self._plan_noise(trainer.max_epochs, lambda: map(_visit_of(federation), federation.population.clients))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        account = self._accounts.get(None)  # without a federation
-        if account is not None:
+        if federation_of(trainer) is None:
+            (account,) = self._accounts.values()
             steps = trainer.estimated_stepping_batches
             visit = _Account(account.num_samples, account.batch_size)
             self._plan_noise(int(steps) if steps < math.inf else None, lambda: [visit])
         self._stop_in_time(trainer, trainer.current_epoch)
-        if account is not None:
+        if federation_of(trainer) is None:
+            (account,) = self._accounts.values()
             self._begin(_Visit(None, 0, account), trainer, pl_module)
 
     def revert(self) -> None:
@@ -306,10 +306,9 @@ class DPSGD(RevertingCallback, FederatedCallback):
         visit.count = len(self._draw(visit, visit.number))
         visit.has_step = False
         visit.gradients.clear()
-        last_check = self._checked.get(visit.client)
-        if last_check != visit.round and visit.count > 1:
-            check_examples(trainer, pl_module, batch, visit.gradients, 8 if last_check is None else 3)
-            self._checked[visit.client] = visit.round
+        if not visit.was_checked and visit.count > 1:
+            check_examples(trainer, pl_module, batch, visit.gradients)
+            visit.was_checked = True
 
     @torch.no_grad()
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -444,9 +443,8 @@ class DPSGD(RevertingCallback, FederatedCallback):
         path = _account_path(trainer, client)
         assert path is not None
         account = self._accounts[client]
-        write_text_atomically(
-            path, json.dumps({"noise_multiplier": self.noise_multiplier, "account": astuple(account)})
-        )
+        content = {"noise_multiplier": self.noise_multiplier, "account": astuple(account)}
+        write_text_atomically(path, json.dumps(content))
         _log.info(
             "Round %d: client %r has taken %d steps so far, with epsilon %.4g at delta %g.",
             round_number(trainer.current_epoch), client, account.steps, self.epsilon(client), self.delta,
@@ -457,9 +455,9 @@ class DPSGD(RevertingCallback, FederatedCallback):
             return 0.0
         if not self.noise_multiplier:
             return math.inf
-        return Budget(
-            self.noise_multiplier, self.delta, account.num_samples, account.expected, "poisson", self.accountant
-        ).epsilon(account.steps)
+        cohort = account.expected
+        budget = Budget(self.noise_multiplier, self.delta, account.num_samples, cohort, "poisson", self.accountant)
+        return budget.epsilon(account.steps)
 
     def _planned(self, trainer: L.Trainer) -> _Visit:
         federation = federation_of(trainer)
@@ -498,18 +496,21 @@ class DPSGD(RevertingCallback, FederatedCallback):
         if not self.noise_multiplier:
             return None
         assert self._key is not None
+        client = 0 if visit.client is None else client_key(visit.client)
         parameters = visit.trained.values()
+        is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
         return NormalStream(
-            [self._key, 0 if visit.client is None else client_key(visit.client), visit.round, visit.number, _NOISE],
+            [self._key, client, visit.round, visit.number, _NOISE],
             sum(parameter.numel() for parameter in parameters),
-            torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32,
+            torch.float64 if is_double else torch.float32,
         )
 
     def _poisson_batches(self) -> _DrawnBatches:
         assert self._loader is not None
         loader, batch_size = check_poisson_loader(self._loader.original())
         num_samples = len(loader.dataset)  # type: ignore[arg-type]
-        earlier = self._accounts.setdefault(None, _Account(num_samples, batch_size))
+        account = _Account(num_samples, batch_size)
+        earlier = self._accounts.setdefault(None, account)
         if (earlier.num_samples, earlier.batch_size) != (num_samples, batch_size):
             raise OptionError(
                 f"Expected {earlier.num_samples} examples in batches of {earlier.batch_size}, as in earlier steps, but"
@@ -560,7 +561,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
         assert self.max_epsilon is not None
         # caches the number of steps within the budget, to avoid computing epsilon in every step
         for account in accounts:
-            for steps in 2 * account.steps, account.steps + account.steps // 16, account.steps:
+            for steps in (2 * account.steps, account.steps + account.steps // 16, account.steps):
                 if self._epsilon(account.with_steps(steps)) <= self.max_epsilon:
                     self._safe_steps[account.share] = steps
                     break
@@ -575,7 +576,7 @@ class _Visit:
     def __init__(self, client: Client | None, round: int, planned: _Account) -> None:
         self.client, self.round, self.planned = client, round, planned
         self.number, self.count = -1, 0
-        self.has_step = False
+        self.was_checked = self.has_step = False
 
     def watch(self, module: L.LightningModule, optimized: set[int]) -> None:
         """Records gradients of parameters with ids in ``optimized``. Copies other tensors, to detect changes."""

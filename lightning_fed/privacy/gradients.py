@@ -26,6 +26,7 @@ from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.model.entries import BatchNorm
 from lightning_fed.privacy.root_logger import root_logger_as_it_was
 
+_TRIED = 8  # examples per check
 _CONVOLUTIONS: dict[type, Any] = {
     nn.Conv1d: nn_grad.conv1d_weight,
     nn.Conv2d: nn_grad.conv2d_weight,
@@ -263,16 +264,13 @@ def clipped_sum(
     return {parameter: part.weigh(rows, factors[rows].to(parameter.dtype)) for parameter, part in gradients.items()}
 
 
-def check_examples(
-    trainer: L.Trainer, module: L.LightningModule, batch: Any, gradients: ExampleGradients, num_examples: int
-) -> None:
+def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gradients: ExampleGradients) -> None:
     """Raises an error if an example has different gradients in a batch and alone.
 
     The gradients differ if the loss is not a mean over examples, or if a layer is used in an unsupported way. The first
-    two of the batch's first ``num_examples`` examples are also differentiated alone, without dropout. If the gradients
-    depend on random numbers, no error is raised.
+    two examples are tested, without dropout. If the gradients depend on random numbers, no error is raised.
     """
-    count = min(batch_length(batch), num_examples)
+    count = min(batch_length(batch), _TRIED)
     if count < 2:
         raise MisconfigurationException(
             "`DPSGD` needs batches with one row per example in the first tensor, but the first tensor has a single row "
@@ -306,14 +304,15 @@ def check_examples(
                 for value, part in zip(single, parts, strict=True)
             ]
             size = norm(single)
-            is_finite = size.isfinite() or norm(from_batch).isfinite()  # in one of both passes
-            if not is_finite or norm(map(torch.sub, from_batch, single)) <= tolerance * size + 1e-9:
+            if norm(map(torch.sub, from_batch, single)) <= tolerance * size + 1e-9:
                 continue
+            if not size.isfinite() and not norm(from_batch).isfinite():
+                continue  # the example's gradient is not finite in both passes
             return not norm(map(torch.sub, differentiate(rows, 1), single)) > tolerance * size  # no random numbers
         return False
 
     def has_dependence_elsewhere(seed: int) -> bool:
-        # rounding can turn ReLUs on or off (with DeepLabV3+ in a tenth of all checks), so other weights are tried
+        # rounding can turn ReLUs on or off (with DeepLabV3+ in 5 of 104 checks), so other weights are tried
         with torch.no_grad(), seeded_generators(seed):
             for parameter in parameters:
                 parameter.mul_(1 + 0.1 * torch.randn_like(parameter))

@@ -706,34 +706,6 @@ def test_modules_that_are_refused(make, words, kind, federated_trainer, plain_tr
         fit(trainer, dpsgd(), 1, module=make())
 
 
-ROWS = []
-
-
-class SumsLater(models.Module):
-    """Counts rows outside the module, because a check restores attributes. After a chosen round, the loss is a sum."""
-
-    last_mean = 9
-
-    def training_step(self, batch, batch_idx):
-        ROWS.append(len(batch[0]))
-        loss = super().training_step(batch, batch_idx)
-        return loss if self.trainer.current_epoch <= self.last_mean else loss * len(batch[0])
-
-
-def test_later_checks_have_fewer_examples(federated_trainer):
-    ROWS.clear()
-    data = FederatedDataModule(models.as_datasets(models.vectors({"a": 60, "b": 60})), batch_size=20)
-    federated(federated_trainer, dpsgd(), 2, data=data, module=SumsLater(models.mlp()))
-    single = [place for place, rows in enumerate(ROWS) if rows == 1]
-    assert [ROWS[place - 1] for place in single[::2]] == [8, 8, 3, 3]
-    assert single[1::2] == [place + 1 for place in single[::2]]
-
-    module = SumsLater(models.mlp())
-    module.last_mean = 0
-    with pytest.raises(MisconfigurationException, match="depends on other examples"):
-        federated(federated_trainer, dpsgd(), 2, data=data, module=module)
-
-
 def test_tied_weights_are_refused(plain_trainer):
     net = models.mlp()
     net.append(net[0])
